@@ -63,6 +63,16 @@ impl Modify for BearerToken {
     }
 }
 
+/// Parameters of every query.
+#[derive(utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+#[expect(dead_code, reason = "only for the schema")]
+struct Explain {
+    /// Whether each entry of `decisions` also names the key that it counted, in the form that the
+    /// policy shows. `?explain` alone is the same as `?explain=true`.
+    explain: Option<bool>,
+}
+
 /// Error responses of every query.
 #[derive(utoipa::IntoResponses)]
 #[expect(dead_code, reason = "only for the schema; the responses are of type Problem")]
@@ -195,7 +205,7 @@ fn shown_path(uri: &Uri) -> Cow<'_, str> {
 
 /// Decide a request and, if it is allowed, charge its units.
 #[utoipa::path(
-    post, path = "/v1/acquire", request_body = QueryBody<'static>,
+    post, path = "/v1/acquire", request_body = QueryBody<'static>, params(Explain),
     responses(
         (
             status = 200, description = "Allowed", body = DecisionsBody<'static>,
@@ -227,7 +237,7 @@ async fn acquire(connection: Connection<'_>, request: Request) -> Result<ApiResp
 
 /// Return the decision that acquire would make, without a charge.
 #[utoipa::path(
-    post, path = "/v1/peek", request_body = QueryBody<'static>,
+    post, path = "/v1/peek", request_body = QueryBody<'static>, params(Explain),
     responses(
         (
             status = 200, description = "Allowed or denied: see `allowed` in the body",
@@ -245,7 +255,7 @@ async fn peek(connection: Connection<'_>, request: Request) -> Result<ApiRespons
 /// `allowed` is false if they exceed the limit. `remaining` is then 0, and `retry_after_ms` is the
 /// wait until one unit is available again.
 #[utoipa::path(
-    post, path = "/v1/report", request_body = QueryBody<'static>,
+    post, path = "/v1/report", request_body = QueryBody<'static>, params(Explain),
     responses(
         (
             status = 200, description = "Recorded, with the remaining units",
@@ -261,7 +271,7 @@ async fn report(connection: Connection<'_>, request: Request) -> Result<ApiRespo
 /// Return the units of an earlier charge: the units of that charge if `age_ms` is set, otherwise
 /// the oldest units that still count.
 #[utoipa::path(
-    post, path = "/v1/refund", request_body = QueryBody<'static>,
+    post, path = "/v1/refund", request_body = QueryBody<'static>, params(Explain),
     responses(
         (
             status = 200, description = "Refunded, with the remaining units",
@@ -329,7 +339,17 @@ async fn decide(
     // The capacity includes the headers that hyper adds.
     let mut headers = HeaderMap::with_capacity(12);
     add_rate_limit_headers(&mut headers, &decisions, &active, denied);
-    Ok(json_response(status, headers, json::decisions_body(&decisions)))
+    let body = if head.uri.query().is_some_and(asks_to_explain) {
+        json::explained_body(&decisions, |policy, key| active.shown_key(policy, key.to_owned()))
+    } else {
+        json::decisions_body(&decisions)
+    };
+    Ok(json_response(status, headers, body))
+}
+
+/// Returns whether a query string has `explain`, as a flag or as `explain=true`.
+fn asks_to_explain(query: &str) -> bool {
+    query.split('&').any(|part| matches!(part, "explain" | "explain=" | "explain=true"))
 }
 
 /// Adds the rate limit headers. Only a denied request has `Retry-After`: the responses of peeks and
@@ -411,6 +431,15 @@ pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), Problem> {
         codings.into_iter().all(|one| one.is_empty() || one.eq_ignore_ascii_case(b"identity"))
     };
     if all.iter().all(is_identity) { Ok(()) } else { Err(Problem::encoded_body()) }
+}
+
+/// Rejects a body that is declared as something else than JSON, such as a form.
+pub(crate) fn check_json(headers: &HeaderMap) -> Result<(), Problem> {
+    if !headers.contains_key(header::CONTENT_TYPE) || browser::is_json(headers) {
+        return Ok(());
+    }
+    let detail = "the body must be JSON: send Content-Type: application/json";
+    Err(Problem::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail))
 }
 
 /// Reads a JSON body, bounded in size and time.

@@ -18,7 +18,7 @@ use crate::metrics::process;
 use crate::simulate::progress::Progress;
 
 mod closed_loop;
-mod connect;
+pub(crate) mod connect;
 pub(crate) mod grpc;
 pub(crate) mod http;
 pub(crate) mod keys;
@@ -27,7 +27,7 @@ mod recorder;
 pub(crate) mod report;
 mod schedule;
 pub(crate) mod store;
-mod target;
+pub(crate) mod target;
 mod template;
 
 pub(crate) use schedule::Arrivals;

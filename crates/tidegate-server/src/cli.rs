@@ -16,6 +16,7 @@ mod redis;
 mod serve;
 mod simulate;
 pub(crate) mod style;
+mod top;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
 #[derive(Debug, Parser)]
@@ -33,6 +34,7 @@ enum Command {
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
     Plan(plan::PlanCommand),
+    Top(top::TopCommand),
     // Boxed, because they have many flags.
     Simulate(Box<simulate::SimulateCommand>),
     Bench(Box<bench::BenchCommand>),
@@ -47,6 +49,7 @@ impl Arguments {
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
             Command::Plan(plan) => plan.run(),
+            Command::Top(top) => top.run(),
             Command::Simulate(simulate) => simulate.run(),
             Command::Bench(bench) => bench.run(),
         }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::internals::{Document, Ratio, RawPolicy};
+use tidegate::internals::{Bounded, Document, Ratio, RawPolicy};
 use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, Quota};
 
 use crate::envoy::rules::{Limit, Rule, Rules};
@@ -35,6 +35,9 @@ pub(crate) use warning::ConfigWarning;
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
 
+/// Maximum number of log lines of denied requests per second.
+const DEFAULT_DENIALS_PER_SECOND: u64 = 10;
+
 /// Part of a limit from which on units count as near the limit, as in ratelimit.
 const DEFAULT_NEAR_LIMIT_RATIO: f32 = 0.8;
 
@@ -56,6 +59,15 @@ pub(crate) struct Config {
     pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
+    pub(crate) log_denials: Option<LogDenials>,
+}
+
+/// Sampling of the log lines of denied requests.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct LogDenials {
+    /// Part of the denied requests that is logged.
+    pub(crate) ratio: f32,
+    pub(crate) max_per_second: u64,
 }
 
 /// Rules of envoyproxy/ratelimit, their default algorithm, and how requests are answered.
@@ -221,6 +233,10 @@ fn validate(
         partition_keys: raw.headers.partition_key.get(),
         api_token,
         admin_token,
+        log_denials: raw.log_denials.map(|raw| LogDenials {
+            ratio: raw.ratio.map_or(1.0, Ratio::get),
+            max_per_second: raw.max_per_second.map_or(DEFAULT_DENIALS_PER_SECOND, Bounded::get),
+        }),
     })
 }
 

@@ -1,6 +1,6 @@
 //! Saturating conversions of durations to integers.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Returns whole milliseconds.
 pub(crate) fn millis(duration: Duration) -> u64 {
@@ -25,6 +25,16 @@ pub(crate) fn micros_rounded_up(duration: Duration) -> u64 {
 /// Returns nanoseconds.
 pub(crate) fn nanos(duration: Duration) -> u64 {
     saturate(duration.as_nanos())
+}
+
+/// Returns the time since the Unix epoch; zero before it.
+pub(crate) fn since_epoch(time: SystemTime) -> Duration {
+    time.duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Returns milliseconds since the Unix epoch.
+pub(crate) fn unix_millis(time: SystemTime) -> u64 {
+    millis(since_epoch(time))
 }
 
 fn saturate(number: u128) -> u64 {

@@ -1,4 +1,5 @@
-//! [`HotKeys`]: the keys that were allowed and denied most in the last minutes, in bounded memory.
+//! [`HotKeys`]: the keys that were allowed, denied, and denied in shadow mode most in the last
+//! minutes, in bounded memory.
 //!
 //! The keys of a minute are counted by Space-Saving (Metwally, Agrawal, El Abbadi 2005): a sketch
 //! has a fixed number of entries, and a new key replaces the one with the lowest count. It inherits
@@ -14,8 +15,10 @@ use std::hash::{BuildHasher, RandomState};
 use std::hint::spin_loop;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
+use crate::metrics::RequestOutcome;
+
 /// Many shards with few entries each: threads rarely contend, and a linear search of a sketch takes
-/// only nanoseconds. There are 1,024 entries per minute for allowed and for denied keys each.
+/// only nanoseconds. There are 1,024 entries per minute for each outcome.
 const SHARDS: usize = 32;
 const SKETCH_ENTRIES: usize = 32;
 const MAX_MINUTES: usize = 5;
@@ -26,7 +29,7 @@ const MAX_BYTES: usize = 512;
 /// mean that the holder is a reader or was preempted.
 const SPIN_LIMIT: usize = 16;
 
-/// Most frequently allowed and denied keys of the last minutes.
+/// Most frequent keys of the last minutes, by outcome.
 pub(crate) struct HotKeys {
     shards: Box<[Shard]>,
     /// Randomly seeded: attackers choose keys, and could otherwise fill a single shard.
@@ -53,8 +56,8 @@ type Minutes = [Minute; MAX_MINUTES];
 #[derive(Default)]
 struct Minute {
     number: u64,
-    allowed: Sketch,
-    denied: Sketch,
+    /// By outcome.
+    sketches: [Sketch; 3],
 }
 
 #[derive(Default)]
@@ -78,23 +81,33 @@ impl HotKeys {
     }
 
     /// Counts a decision at a time of any monotonic clock. Returns false if it was not recorded.
-    pub(crate) fn record(&self, now_seconds: u64, policy: &str, key: &str, allowed: bool) -> bool {
+    pub(crate) fn record(
+        &self,
+        now_seconds: u64,
+        policy: &str,
+        key: &str,
+        outcome: RequestOutcome,
+    ) -> bool {
         if policy.len() > MAX_BYTES || key.len() > MAX_BYTES {
             return false;
         }
         let hash = self.hasher.hash_one((policy, key));
         let Some(mut minutes) = self.shard(hash).try_lock() else { return false };
         let Some(minute) = minute_at(&mut minutes, now_seconds) else { return false };
-        let sketch = if allowed { &mut minute.allowed } else { &mut minute.denied };
-        sketch.add(hash, policy, key);
+        minute.sketches[outcome as usize].add(hash, policy, key);
         true
     }
 
     /// Returns the `limit` most frequent keys of the last minutes, by their guaranteed count.
-    pub(crate) fn heaviest(&self, now_seconds: u64, allowed: bool, limit: usize) -> Vec<HotKey> {
+    pub(crate) fn heaviest(
+        &self,
+        now_seconds: u64,
+        outcome: RequestOutcome,
+        limit: usize,
+    ) -> Vec<HotKey> {
         let mut keys: Vec<HotKey> = Vec::new();
         for shard in &self.shards {
-            keys.extend(totals(&shard.lock(), now_seconds, allowed));
+            keys.extend(totals(&shard.lock(), now_seconds, outcome));
         }
         keys.sort_unstable_by(|one, other| one.rank().cmp(&other.rank()));
         keys.truncate(limit);
@@ -107,8 +120,8 @@ impl HotKeys {
         now_seconds: u64,
         is_wanted: impl Fn(&str, &str) -> bool,
     ) -> Option<String> {
-        let keys = [true, false].into_iter().flat_map(|allowed| {
-            self.shards.iter().flat_map(move |shard| totals(&shard.lock(), now_seconds, allowed))
+        let keys = RequestOutcome::ALL.into_iter().flat_map(|outcome| {
+            self.shards.iter().flat_map(move |shard| totals(&shard.lock(), now_seconds, outcome))
         });
         keys.into_iter().find(|hot| is_wanted(&hot.policy, &hot.key)).map(|hot| hot.key)
     }
@@ -154,10 +167,10 @@ fn minute_at(minutes: &mut Minutes, now_seconds: u64) -> Option<&mut Minute> {
 }
 
 /// Returns the total counts of a shard's keys over the last minutes.
-fn totals(minutes: &Minutes, now_seconds: u64, allowed: bool) -> Vec<HotKey> {
+fn totals(minutes: &Minutes, now_seconds: u64, outcome: RequestOutcome) -> Vec<HotKey> {
     let oldest = (now_seconds / SECONDS_PER_MINUTE).saturating_sub(MAX_MINUTES as u64 - 1);
     let recent = minutes.iter().filter(|minute| minute.number >= oldest);
-    let sketches = recent.map(|minute| if allowed { &minute.allowed } else { &minute.denied });
+    let sketches = recent.map(|minute| &minute.sketches[outcome as usize]);
     // A key that is missing in a sketch may have been seen as often as its lowest count. Starting
     // with the sum of these keeps each total an upper bound.
     let max_missed: u64 = sketches.clone().map(Sketch::max_missed).sum();
@@ -226,6 +239,7 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use RequestOutcome::{Allowed, Denied};
 
     const NOW: u64 = 1_000_000;
 
@@ -235,7 +249,7 @@ mod tests {
 
     fn record_times(hot_keys: &HotKeys, now_seconds: u64, key: &str, times: u64) {
         for _ in 0..times {
-            assert!(hot_keys.record(now_seconds, "per-user", key, true));
+            assert!(hot_keys.record(now_seconds, "per-user", key, Allowed));
         }
     }
 
@@ -255,29 +269,29 @@ mod tests {
             record_times(&hot_keys, NOW, &format!("user{number}"), number);
         }
         assert_eq!(
-            hot_keys.heaviest(NOW, true, 3),
+            hot_keys.heaviest(NOW, Allowed, 3),
             [hot("user100", 100), hot("user99", 99), hot("user98", 98)]
         );
-        assert_eq!(hot_keys.heaviest(NOW, true, 1_000).len(), 100);
-        assert_eq!(hot_keys.heaviest(NOW, true, 0), []);
+        assert_eq!(hot_keys.heaviest(NOW, Allowed, 1_000).len(), 100);
+        assert_eq!(hot_keys.heaviest(NOW, Allowed, 0), []);
     }
 
     #[test]
     fn allowed_and_denied_are_counted_separately() {
         let hot_keys = HotKeys::new();
         record_times(&hot_keys, NOW, "both", 2);
-        hot_keys.record(NOW, "per-user", "both", false);
-        assert_eq!(hot_keys.heaviest(NOW, true, 10), [hot("both", 2)]);
-        assert_eq!(hot_keys.heaviest(NOW, false, 10), [hot("both", 1)]);
+        hot_keys.record(NOW, "per-user", "both", Denied);
+        assert_eq!(hot_keys.heaviest(NOW, Allowed, 10), [hot("both", 2)]);
+        assert_eq!(hot_keys.heaviest(NOW, Denied, 10), [hot("both", 1)]);
     }
 
     #[test]
     fn policy_and_key_are_distinguished() {
         let hot_keys = HotKeys::new();
         for (policy, key) in [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("ab", "c")] {
-            hot_keys.record(NOW, policy, key, true);
+            hot_keys.record(NOW, policy, key, Allowed);
         }
-        let counts = hot_keys.heaviest(NOW, true, 10);
+        let counts = hot_keys.heaviest(NOW, Allowed, 10);
         let counts: Vec<_> =
             counts.iter().map(|hot| (hot.policy.as_str(), hot.key.as_str(), hot.count)).collect();
         assert_eq!(counts, [("ab", "c", 2), ("", "abc", 1), ("a", "bc", 1), ("abc", "", 1)]);
@@ -294,7 +308,7 @@ mod tests {
                 heavy += 1;
             }
         }
-        let hottest = &hot_keys.heaviest(NOW, true, 1)[0];
+        let hottest = &hot_keys.heaviest(NOW, Allowed, 1)[0];
         assert_eq!(hottest.key, "heavy");
         assert!((hottest.count - hottest.error..=hottest.count).contains(&heavy), "{hottest:?}");
     }
@@ -310,7 +324,7 @@ mod tests {
             record_times(&hot_keys, NOW + number / 240, &key, 1);
             *actual.entry(key).or_default() += 1;
         }
-        let hottest = hot_keys.heaviest(NOW + 249, true, usize::MAX);
+        let hottest = hot_keys.heaviest(NOW + 249, Allowed, usize::MAX);
         assert!(hottest.len() > 1_000);
         for hot in &hottest {
             assert!(
@@ -330,11 +344,11 @@ mod tests {
                 NOW + number / 100,
                 "p",
                 &format!("{:>length$}", random_key(number)),
-                number % 2 == 0,
+                RequestOutcome::ALL[usize::try_from(number % 3).expect("small")],
             );
         }
         for minute in hot_keys.shards.iter().flat_map(|shard| std::mem::take(&mut *shard.lock())) {
-            for sketch in [minute.allowed, minute.denied] {
+            for sketch in minute.sketches {
                 assert!(
                     sketch.entries.len() <= SKETCH_ENTRIES
                         && sketch.entries.capacity() <= SKETCH_ENTRIES
@@ -347,10 +361,10 @@ mod tests {
     #[test]
     fn long_keys_and_policies_are_not_recorded() {
         let hot_keys = HotKeys::new();
-        assert!(hot_keys.record(NOW, &"p".repeat(512), &"k".repeat(512), true));
-        assert!(!hot_keys.record(NOW, "p", &"k".repeat(513), true));
-        assert!(!hot_keys.record(NOW, &"p".repeat(513), "k", true));
-        assert_eq!(hot_keys.heaviest(NOW, true, 10).len(), 1);
+        assert!(hot_keys.record(NOW, &"p".repeat(512), &"k".repeat(512), Allowed));
+        assert!(!hot_keys.record(NOW, "p", &"k".repeat(513), Allowed));
+        assert!(!hot_keys.record(NOW, &"p".repeat(513), "k", Allowed));
+        assert_eq!(hot_keys.heaviest(NOW, Allowed, 10).len(), 1);
     }
 
     #[test]
@@ -361,11 +375,11 @@ mod tests {
             record_times(&hot_keys, start + 60 * minute, "k", 1);
         }
         for (minute, count) in [(4, 5), (5, 4), (7, 2), (8, 1)] {
-            assert_eq!(hot_keys.heaviest(start + 60 * minute, true, 10), [hot("k", count)]);
+            assert_eq!(hot_keys.heaviest(start + 60 * minute, Allowed, 10), [hot("k", count)]);
         }
-        assert_eq!(hot_keys.heaviest(start + 60 * 9, true, 10), []);
+        assert_eq!(hot_keys.heaviest(start + 60 * 9, Allowed, 10), []);
         record_times(&hot_keys, start + 60 * 7, "k", 1);
-        assert_eq!(hot_keys.heaviest(start + 60 * 7, true, 10), [hot("k", 3)]);
+        assert_eq!(hot_keys.heaviest(start + 60 * 7, Allowed, 10), [hot("k", 3)]);
     }
 
     #[test]
@@ -373,9 +387,9 @@ mod tests {
         let hot_keys = HotKeys::new();
         record_times(&hot_keys, NOW + 60, "k", 1);
         record_times(&hot_keys, NOW, "k", 1);
-        assert_eq!(hot_keys.heaviest(NOW + 60, true, 10), [hot("k", 2)]);
+        assert_eq!(hot_keys.heaviest(NOW + 60, Allowed, 10), [hot("k", 2)]);
         assert!(
-            !hot_keys.record(NOW - 4 * 60, "per-user", "k", true),
+            !hot_keys.record(NOW - 4 * 60, "per-user", "k", Allowed),
             "its slot belongs to a later minute"
         );
     }
@@ -384,16 +398,16 @@ mod tests {
     fn busy_shard_never_blocks_a_decision() {
         let hot_keys = HotKeys::new();
         let busy: Vec<_> = hot_keys.shards.iter().map(Shard::lock).collect();
-        assert!(!hot_keys.record(NOW, "per-user", "k", true));
+        assert!(!hot_keys.record(NOW, "per-user", "k", Allowed));
         drop(busy);
-        assert!(hot_keys.record(NOW, "per-user", "k", true));
+        assert!(hot_keys.record(NOW, "per-user", "k", Allowed));
     }
 
     #[test]
     fn concurrent_records_are_counted_exactly() {
         const KEYS: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
         let hot_keys = HotKeys::new();
-        let record = |key| u64::from(hot_keys.record(NOW, "per-user", key, true));
+        let record = |key| u64::from(hot_keys.record(NOW, "per-user", key, Allowed));
         let work = |key| {
             let mut own_count = 0;
             let mut shared_count = 0;
@@ -401,7 +415,7 @@ mod tests {
                 own_count += record(key);
                 shared_count += record("shared");
                 if round % 1_000 == 0 {
-                    hot_keys.heaviest(NOW, true, 10);
+                    hot_keys.heaviest(NOW, Allowed, 10);
                 }
             }
             (hot(key, own_count), shared_count)
@@ -413,6 +427,6 @@ mod tests {
         expected.push(hot("shared", shared_counts.iter().sum()));
         expected.retain(|hot| hot.count > 0);
         expected.sort_by(|one, other| one.rank().cmp(&other.rank()));
-        assert_eq!(hot_keys.heaviest(NOW, true, 100), expected);
+        assert_eq!(hot_keys.heaviest(NOW, Allowed, 100), expected);
     }
 }

@@ -8,11 +8,13 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, filter::Targets};
 
+mod denials;
 mod otlp;
 pub(crate) mod panics;
 mod throttle;
 mod traces;
 
+pub(crate) use denials::DenialLog;
 pub(crate) use throttle::{LogThrottle, store_failed};
 pub(crate) use traces::{TRACE, Traces, continue_trace, propagate_trace, trace_id};
 

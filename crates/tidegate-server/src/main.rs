@@ -31,6 +31,7 @@ mod serve;
 mod simulate;
 mod state;
 mod tls;
+mod top;
 
 /// Fastest of the allocators that were benchmarked: a request makes many small allocations.
 #[global_allocator]

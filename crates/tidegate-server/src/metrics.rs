@@ -16,10 +16,13 @@ use crate::envoy::RejectionCounters;
 use crate::listener::ClosedConnections;
 use crate::logs::panics;
 
-mod histogram;
+pub(crate) mod histogram;
 pub(crate) mod process;
+mod redis;
+mod requests;
 
 pub(crate) use histogram::Histogram;
+pub(crate) use requests::{RequestOutcome, Requests};
 
 #[derive(Debug)]
 pub(crate) struct Metrics {
@@ -28,7 +31,7 @@ pub(crate) struct Metrics {
     /// Number of names in `outcomes` that stem from limit overrides in requests.
     override_names: AtomicUsize,
     sources: [AtomicU64; SOURCES.len()],
-    pub(crate) decision_seconds: Histogram,
+    pub(crate) requests: Requests,
     pub(crate) store_seconds: Histogram,
     store_errors: [AtomicU64; ERROR_KINDS.len()],
     reload_successes: AtomicU64,
@@ -56,7 +59,7 @@ pub(crate) struct Outcomes {
 const MAX_NAMES: usize = 2_000;
 /// Maximum number of names that stem from limit overrides in requests.
 const MAX_OVERRIDE_NAMES: usize = 200;
-const SOURCES: [Source; 5] =
+pub(crate) const SOURCES: [Source; 5] =
     [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
 /// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
@@ -97,7 +100,7 @@ impl Default for Metrics {
             outcomes: RwLock::default(),
             override_names: AtomicUsize::new(0),
             sources: Default::default(),
-            decision_seconds: Histogram::of_decisions(),
+            requests: Requests::default(),
             store_seconds: Histogram::of_decisions(),
             store_errors: Default::default(),
             reload_successes: AtomicU64::new(0),
@@ -157,6 +160,21 @@ impl Metrics {
                 _ => 3,
             };
             self.store_errors[kind].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the number of decisions by source, in the order of [`SOURCES`].
+    pub(crate) fn source_totals(&self) -> [u64; SOURCES.len()] {
+        self.sources.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Calls a closure with each policy and the number of its decisions by outcome: allowed,
+    /// denied, denied in shadow mode.
+    pub(crate) fn for_each_policy(&self, mut visit: impl FnMut(&str, [u64; 3])) {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        for (policy, outcomes) in all.iter() {
+            let counters = [&outcomes.allowed, &outcomes.denied, &outcomes.shadow_denied];
+            visit(policy, counters.map(|count| count.load(Ordering::Relaxed)));
         }
     }
 
@@ -240,11 +258,7 @@ impl Metrics {
             "Decisions by source.",
             SOURCES.iter().zip(self.sources.iter().map(load)),
         );
-        self.decision_seconds.write(
-            &mut text,
-            "tidegate_decision_seconds",
-            "Duration of a decision.",
-        );
+        self.requests.write(&mut text);
         self.store_seconds.write(
             &mut text,
             "tidegate_store_seconds",
@@ -267,7 +281,7 @@ impl Metrics {
         let help = "Whether the store is available.";
         write_numbers(&mut text, &[("tidegate_store_up", "gauge", help, u64::from(is_up))]);
         if let Some(redis) = backend.redis() {
-            write_redis(&mut text, redis);
+            redis::write(&mut text, redis);
         }
         write_labelled(
             &mut text,
@@ -323,7 +337,7 @@ fn write_labelled(
 }
 
 /// Writes metrics without labels: name, type, help and value.
-fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64)]) {
+pub(crate) fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64)]) {
     for (name, kind, help, number) in numbers {
         head(text, name, kind, help);
         let _ = writeln!(text, "{name} {number}");
@@ -354,88 +368,6 @@ fn write_memory(text: &mut String, memory: &MemoryStore) {
         ),
     ];
     write_numbers(text, &numbers);
-}
-
-/// Writes the metrics of Redis and of the fallback.
-fn write_redis(text: &mut String, redis: &RedisBackend) {
-    let nodes = redis.store().nodes();
-    let fallback = redis.fallback().stats();
-    let store = redis.store();
-    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-    let numbers = [
-        (
-            "tidegate_store_breaker_open",
-            "gauge",
-            "Nodes with an open circuit.",
-            count(nodes.iter().filter(|node| node.circuit.open).count()),
-        ),
-        (
-            "tidegate_store_breaker_opened_total",
-            "counter",
-            "Number of times that the circuit of a node opened.",
-            store.circuits_opened(),
-        ),
-        (
-            "tidegate_deny_cache_entries",
-            "gauge",
-            "Entries of the deny cache, some of which may have expired.",
-            count(redis.deny_cache().entries()),
-        ),
-        (
-            "tidegate_fleet_instances",
-            "gauge",
-            "Instances that share the limits during an outage of the store.",
-            count(redis.fallback().fleet().size()),
-        ),
-        (
-            "tidegate_pending_debit_units",
-            "gauge",
-            "Units allowed during an outage that are still to be charged to the store.",
-            fallback.pending_debit_units,
-        ),
-        (
-            "tidegate_settled_debit_units_total",
-            "counter",
-            "Units allowed during an outage that were charged to the store afterwards.",
-            fallback.settled_debit_units,
-        ),
-        (
-            "tidegate_dropped_debit_units_total",
-            "counter",
-            "Units allowed during an outage that exceeded the limit on pending debits.",
-            fallback.dropped_debit_units,
-        ),
-        (
-            "tidegate_redis_script_loads_total",
-            "counter",
-            "Scripts loaded into Redis.",
-            store.script_loads(),
-        ),
-        (
-            "tidegate_redis_reconnects_total",
-            "counter",
-            "Reconnections to Redis.",
-            store.reconnects(),
-        ),
-        (
-            "tidegate_redis_redirects_total",
-            "counter",
-            "Calls that a cluster redirected to another node.",
-            store.redirects(),
-        ),
-    ];
-    write_numbers(text, &numbers);
-    let name = "tidegate_redis_node_breaker_open";
-    head(
-        text,
-        name,
-        "gauge",
-        "Whether the circuit of this node is open, so that it is not called.",
-    );
-    for node in nodes.iter().filter(|node| node.primary) {
-        let address = escaped(&node.address);
-        let _ = writeln!(text, "{name}{{node=\"{address}\"}} {}", u8::from(node.circuit.open));
-    }
 }
 
 /// Writes the description and the type of a metric.

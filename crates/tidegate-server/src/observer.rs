@@ -4,10 +4,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tidegate::{Action, Enforcement, Observer, Policy, PolicyDecision, PolicyDecisions, Quota};
+use tidegate::{
+    Action, Enforcement, Error, Observer, Policy, PolicyDecision, PolicyDecisions, Quota, ShowKeys,
+};
 
 use crate::hot_keys::HotKeys;
-use crate::metrics::{Metrics, Outcomes};
+use crate::logs::DenialLog;
+use crate::metrics::{Metrics, Outcomes, RequestOutcome};
 
 /// Name in metrics of all queries with their own quota. Callers choose these quotas, so the number
 /// of distinct ones is unbounded.
@@ -22,6 +25,14 @@ pub(crate) struct DecisionObserver {
     near_limit_ratio: f32,
     /// Counters by the name of a policy or rule. The map never changes, so counting needs no lock.
     outcomes: HashMap<String, Arc<Outcomes>>,
+    denials: Option<Denials>,
+}
+
+/// Log of denied requests, if it is on.
+struct Denials {
+    log: DenialLog,
+    /// Form of the keys of each policy and rule.
+    show_keys: HashMap<String, ShowKeys>,
 }
 
 impl DecisionObserver {
@@ -41,17 +52,36 @@ impl DecisionObserver {
             started,
             near_limit_ratio,
             outcomes: outcomes.collect(),
+            denials: None,
         }
     }
 
-    /// `is_taken`: whether an admitted charge took its units.
-    fn count(&self, decision: &PolicyDecision<'_>, is_taken: bool, uptime: u64) {
+    /// Also logs denied requests. The names come with the form of their keys; of two forms the
+    /// stricter one is used.
+    pub(crate) fn with_denial_log(
+        mut self,
+        log: Option<DenialLog>,
+        names: &[(&str, ShowKeys)],
+    ) -> Self {
+        self.denials = log.map(|log| {
+            let mut show_keys: HashMap<String, ShowKeys> = HashMap::new();
+            for (name, shown) in names {
+                let stricter = show_keys.entry((*name).to_owned()).or_insert(*shown);
+                *stricter = (*shown).max(*stricter);
+            }
+            Denials { log, show_keys }
+        });
+        self
+    }
+
+    /// `is_passed`: whether the request passes, so that an admitted charge took its units.
+    fn count(&self, decision: &PolicyDecision<'_>, is_passed: bool, uptime: u64) {
         let made = decision.decision();
         self.metrics.count_source(made.source);
         let is_shadow = decision.enforcement() != Enforcement::Enforce;
         let name = decision.metric_name();
         let near_limit =
-            if made.allowed && is_taken { near_limit(decision, self.near_limit_ratio) } else { 0 };
+            if made.allowed && is_passed { near_limit(decision, self.near_limit_ratio) } else { 0 };
         if let Some(outcomes) = self.outcomes.get(name) {
             outcomes.count(made.allowed, is_shadow);
             outcomes.count_near_limit(near_limit);
@@ -64,8 +94,24 @@ impl DecisionObserver {
             outcomes.count(made.allowed, is_shadow);
             outcomes.count_near_limit(near_limit);
         }
+        let outcome = match (made.allowed, decision.enforcement()) {
+            (true, _) if is_passed => RequestOutcome::Allowed,
+            // Another policy denied the request.
+            (true, _) => return,
+            (false, Enforcement::Enforce) => RequestOutcome::Denied,
+            (false, Enforcement::AllDenied) if !is_passed => RequestOutcome::Denied,
+            (false, _) => RequestOutcome::ShadowDenied,
+        };
         if let Some(key) = decision.key().filter(|_| name != OWN_QUOTA) {
-            self.hot_keys.record(uptime, decision.policy(), key, made.allowed);
+            self.hot_keys.record(uptime, decision.policy(), key, outcome);
+        }
+    }
+
+    fn log_denial(&self, decisions: &PolicyDecisions<'_>, now: Instant) {
+        let Some(Denials { log, show_keys }) = &self.denials else { return };
+        if let Some(denial) = decisions.denied_by() {
+            let shown = show_keys.get(denial.policy()).copied().unwrap_or(ShowKeys::Hashed);
+            log.log(denial, shown, now);
         }
     }
 }
@@ -97,7 +143,25 @@ impl Observer for DecisionObserver {
             }
         }
         if matches!(action, Action::Acquire | Action::Report) {
-            self.metrics.decision_seconds.observe(start.elapsed());
+            let would_deny = |entry: &PolicyDecision<'_>| !entry.decision().allowed;
+            let outcome = if !is_allowed {
+                RequestOutcome::Denied
+            } else if decisions.iter().any(would_deny) {
+                RequestOutcome::ShadowDenied
+            } else {
+                RequestOutcome::Allowed
+            };
+            let duration = start.elapsed();
+            self.metrics.requests.count(outcome, duration);
+            if action == Action::Acquire && !is_allowed {
+                self.log_denial(decisions, start + duration);
+            }
+        }
+    }
+
+    fn failed(&self, action: Action, _: &Error) {
+        if matches!(action, Action::Acquire | Action::Report) {
+            self.metrics.requests.count_error();
         }
     }
 

@@ -20,7 +20,10 @@ use crate::serve::RestartOnlyConfig;
 use crate::state::ServerState;
 use crate::tls::ListenerTls;
 
+mod history;
 mod links;
+
+pub(crate) use history::{ReloadError, ReloadHistory};
 
 /// Time between two snapshots that must be equal before a changed file is loaded.
 const DEBOUNCE: Duration = Duration::from_millis(250);
@@ -108,16 +111,18 @@ impl ConfigWatcher {
             });
             if survived.is_none() {
                 state.metrics.count_reload(false);
+                let message = "loading the configuration panicked: see the log";
+                state.reloads.failed(ReloadError::of_file(&self.file, message));
             }
         }
     }
 
     /// Applies the new configuration as a whole, or keeps the current one.
     fn reload(&mut self, restart_only: &RestartOnlyConfig, state: &ServerState) {
-        let loaded = self.load().map_err(|error| error.line());
-        let checked = loaded.and_then(|config| {
-            restart_only.check(&config)?;
-            check_tls(state.active().tls.as_ref(), config.tls.as_ref())?;
+        let checked = self.load().map_err(ReloadError::from).and_then(|config| {
+            let tls = || check_tls(state.active().tls.as_ref(), config.tls.as_ref());
+            let allowed = restart_only.check(&config).and_then(|()| tls());
+            allowed.map_err(|error| ReloadError::of_file(&self.file, error))?;
             Ok(config)
         });
         match checked {
@@ -131,6 +136,7 @@ impl ConfigWatcher {
                 config.log_warnings();
                 state.reload(config);
                 state.metrics.count_reload(true);
+                state.reloads.succeeded();
                 tracing::info!(file = %self.file.display(), "configuration reloaded");
             }
             Err(error) => {
@@ -139,6 +145,7 @@ impl ConfigWatcher {
                     %error,
                     "reloading the configuration failed, keeping the current one"
                 );
+                state.reloads.failed(error);
             }
         }
     }

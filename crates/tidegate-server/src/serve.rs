@@ -14,7 +14,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::admin::{self, Admin};
+use crate::admin::{self, Admin, Live};
 use crate::api::browser::BrowserGuard;
 use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
 use crate::envoy::Envoy;
@@ -245,6 +245,9 @@ impl Service {
         let admin_address = admin_listener.address()?;
         let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
+        if let Some(file) = &file {
+            state.reloads.set_file(file.clone());
+        }
         if let StoreConfig::Redis(config) = &store {
             let config = RedisConfig::clone(config);
             tokio::spawn(check_redis(Arc::clone(&state), config, largest_log));
@@ -258,9 +261,10 @@ impl Service {
         }
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);
+        let live = Live::start(&state, admin_stopped.clone());
         let router = {
             let (state, ready) = (Arc::clone(&state), Arc::clone(&ready));
-            admin::router(Admin { state, ready, guard })
+            admin::router(Admin { state, ready, guard, live })
         };
         let admin_tls = {
             let state = Arc::clone(&state);

@@ -1,13 +1,13 @@
 //! State that all front doors share: the active configuration, the store, metrics and hot keys.
 
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use http::HeaderMap;
 use tidegate::{
-    Action, Charge, ClientIp, Error, Limiter, Policies, Policy, PolicyDecisions, PolicyLimiter,
-    Query, ShowKeys, Store as _, StoreError, Timestamp,
+    Action, Charge, ClientIp, Error, Limiter, Policies, PolicyDecisions, PolicyLimiter, Query,
+    ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::api::forward_auth::missing::UsedParts;
@@ -17,9 +17,10 @@ use crate::envoy::rules::{Limit, Rule, Unit, override_name};
 use crate::gateway::Telemetry;
 use crate::hot_keys::HotKeys;
 use crate::key_hash;
-use crate::logs;
+use crate::logs::{self, DenialLog};
 use crate::metrics::Metrics;
 use crate::observer::DecisionObserver;
+use crate::reload::ReloadHistory;
 use crate::tls::ListenerTls;
 
 pub(crate) struct ServerState {
@@ -30,6 +31,8 @@ pub(crate) struct ServerState {
     /// Set by `tidegate gateway`.
     gateway: OnceLock<Arc<Telemetry>>,
     started: Instant,
+    started_at: SystemTime,
+    pub(crate) reloads: ReloadHistory,
 }
 
 /// Configuration that a reload replaces as a whole.
@@ -55,7 +58,9 @@ impl ServerState {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
         let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys, started);
         let (active, gateway) = (ArcSwap::from_pointee(active), OnceLock::new());
-        Ok(Self { active, backend, metrics, hot_keys, gateway, started })
+        let started_at = SystemTime::now();
+        let reloads = ReloadHistory::new(started_at);
+        Ok(Self { active, backend, metrics, hot_keys, gateway, started, started_at, reloads })
     }
 
     /// Shows the gateway in the admin API.
@@ -83,6 +88,10 @@ impl ServerState {
     pub(crate) fn uptime(&self) -> u64 {
         self.started.elapsed().as_secs()
     }
+
+    pub(crate) fn started(&self) -> (Instant, SystemTime) {
+        (self.started, self.started_at)
+    }
 }
 
 impl ActiveConfig {
@@ -93,10 +102,14 @@ impl ActiveConfig {
         hot_keys: &Arc<HotKeys>,
         started: Instant,
     ) -> Self {
-        let rules = config.envoy.rules.rules().map(|rule| rule.path.as_str());
-        let names = config.policies.iter().map(Policy::name).chain(rules);
+        let rules = config.envoy.rules.rules().map(|rule| (rule.path.as_str(), rule.show_keys()));
+        let policies = config.policies.iter().map(|policy| (policy.name(), policy.show_keys()));
+        let names: Vec<(&str, ShowKeys)> = policies.chain(rules).collect();
         let ratio = config.envoy.near_limit_ratio;
-        let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, ratio, names));
+        let only_names = names.iter().map(|(name, _)| *name);
+        let observer = DecisionObserver::new(metrics, hot_keys, started, ratio, only_names)
+            .with_denial_log(config.log_denials.map(DenialLog::new), &names);
+        let observer = Arc::new(observer);
         let forward_auth_parts = UsedParts::of(&config.policies);
         let reads_method = config
             .policies

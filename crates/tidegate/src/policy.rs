@@ -488,6 +488,23 @@ impl Policy {
         self.overrides.len()
     }
 
+    /// Iterates over the keys with an override, in any order, and their quotas.
+    pub fn overrides(&self) -> impl Iterator<Item = (&str, &Quota)> {
+        self.overrides.iter().map(|(key, quota)| (key.as_str(), quota))
+    }
+
+    /// Iterates over the conditions, all of which a request must meet: an attribute, and patterns
+    /// as they were written, of which any must match.
+    pub fn conditions(&self) -> impl Iterator<Item = (&str, &[String])> {
+        self.conditions.iter().map(|it| (it.attribute.as_str(), it.texts.as_slice()))
+    }
+
+    /// Returns the cost of a request that does not name one.
+    #[must_use]
+    pub fn cost(&self) -> &Cost {
+        &self.cost
+    }
+
     /// Returns the attributes that make up the key. Empty if all requests count together.
     #[must_use]
     pub fn key(&self) -> &[KeySource] {
@@ -517,7 +534,7 @@ impl Policy {
         self.missing_key
     }
 
-    /// Returns the cost of a request that does not name one.
+    /// Returns the cost of a request that does not name one and has no attribute that does.
     #[must_use]
     pub fn default_cost(&self) -> u64 {
         match &self.cost {

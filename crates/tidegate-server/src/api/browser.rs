@@ -47,6 +47,11 @@ impl BrowserGuard {
     /// Checks the head of a request.
     pub(crate) fn check(&self, head: &Parts) -> Result<(), Problem> {
         self.check_host(head)?;
+        Self::check_origin(head)
+    }
+
+    /// Checks that no page of another origin sent a request that changes something.
+    pub(crate) fn check_origin(head: &Parts) -> Result<(), Problem> {
         if head.method.is_safe() || !is_from_browser(&head.headers) {
             return Ok(());
         }
@@ -54,7 +59,7 @@ impl BrowserGuard {
             return Err(Problem::new(
                 StatusCode::FORBIDDEN,
                 "a web page of another origin sent this request (Origin, Sec-Fetch-Site): call \
-                 this listener from a program, or set a token in auth",
+                 this listener from a program, or from a page of its own",
             ));
         }
         if !is_json(&head.headers) {
@@ -124,7 +129,7 @@ fn is_same_origin(Parts { headers, uri, .. }: &Parts) -> bool {
     })
 }
 
-fn is_json(headers: &HeaderMap) -> bool {
+pub(super) fn is_json(headers: &HeaderMap) -> bool {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let kind = value.and_then(|value| value.split(';').next()).unwrap_or_default().trim();
     kind.eq_ignore_ascii_case("application/json")

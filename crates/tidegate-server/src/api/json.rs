@@ -246,6 +246,10 @@ pub(crate) struct PolicyDecisionBody<'a> {
     /// Whether a denial by this policy has an effect: in shadow mode it has none.
     #[schema(value_type = Modes)]
     mode: &'static str,
+    /// Key that was counted, as the policy shows it; null if the request lacks it. Only with
+    /// `?explain`.
+    #[schema(required = false)]
+    key: Option<String>,
 }
 
 /// Whether a denial is enforced.
@@ -340,11 +344,25 @@ impl<'a> DecisionBody<'a> {
 /// Returns the body for the decision of one policy.
 pub(crate) fn decision_body(policy: &str, decision: &Decision) -> Vec<u8> {
     let body = DecisionBody::new(policy, decision);
-    to_json(&body, [(body, Mode::Enforce)].into_iter())
+    to_json(&body, [(body, Mode::Enforce)].into_iter(), &[])
 }
 
 /// Returns the body for the decisions on a request.
 pub(crate) fn decisions_body(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
+    body_with_keys(decisions, &[])
+}
+
+/// Returns the body for the decisions on a request, with the key of each in the form that `shown`
+/// returns for a policy and a key.
+pub(crate) fn explained_body(
+    decisions: &PolicyDecisions<'_>,
+    shown: impl Fn(&str, &str) -> String,
+) -> Vec<u8> {
+    let key = |entry: &PolicyDecision<'_>| entry.key().map(|key| shown(entry.policy(), key));
+    body_with_keys(decisions, &decisions.iter().map(key).collect::<Vec<_>>())
+}
+
+fn body_with_keys(decisions: &PolicyDecisions<'_>, keys: &[Option<String>]) -> Vec<u8> {
     let binding = match decisions.binding() {
         // A policy in shadow mode may deny although the request passes.
         Some(binding) if decisions.is_allowed() => {
@@ -357,14 +375,15 @@ pub(crate) fn decisions_body(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
         let mode = if PolicyDecision::is_shadow(decision) { Mode::Shadow } else { Mode::Enforce };
         (DecisionBody::for_policy(decision), mode)
     };
-    to_json(&binding, decisions.iter().map(with_mode))
+    to_json(&binding, decisions.iter().map(with_mode), keys)
 }
 
 /// Writes a [`DecisionsBody`] without serde, which takes several times as long. This is most of the
-/// work of a response.
+/// work of a response. `keys` has the key of each decision, or is empty.
 fn to_json<'a>(
     binding: &DecisionBody<'a>,
     decisions: impl ExactSizeIterator<Item = (DecisionBody<'a>, Mode)>,
+    keys: &[Option<String>],
 ) -> Vec<u8> {
     let mut json = Vec::with_capacity(256 * (1 + decisions.len()));
     json.push(b'{');
@@ -380,9 +399,14 @@ fn to_json<'a>(
             decision.push_json(&mut json);
         }
         json.extend_from_slice(match mode {
-            Mode::Enforce => b",\"mode\":\"enforce\"}",
-            Mode::Shadow => b",\"mode\":\"shadow\"}",
+            Mode::Enforce => b",\"mode\":\"enforce\"",
+            Mode::Shadow => b",\"mode\":\"shadow\"",
         });
+        if let Some(key) = keys.get(number) {
+            json.extend_from_slice(b",\"key\":");
+            json.extend_from_slice(serde_json::json!(key).to_string().as_bytes());
+        }
+        json.push(b'}');
     }
     json.extend_from_slice(b"]}");
     json

@@ -23,7 +23,7 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
         ("QuotaBody", "limit", units.clone()),
         ("QuotaBody", "burst", units),
         ("QuotaBody", "window", json!({"pattern": schema::window_pattern()})),
-        ("DecisionBody", "policy", name),
+        ("DecisionBody", "policy", name.clone()),
         ("DecisionBody", "limit", count.clone()),
         ("DecisionBody", "remaining", count),
         ("DecisionBody", "retry_after_ms", wait.clone()),

@@ -16,8 +16,10 @@ use super::target::RequestError;
 
 /// Protocol of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Protocol {
+pub(crate) enum Protocol {
     Http,
+    /// HTTP to the admin listener.
+    Admin,
     Grpc,
 }
 
@@ -25,6 +27,7 @@ impl Protocol {
     fn flag(self) -> &'static str {
         match self {
             Self::Http => "--http",
+            Self::Admin => "--admin",
             Self::Grpc => "--grpc",
         }
     }
@@ -32,32 +35,33 @@ impl Protocol {
     fn syntax(self) -> &'static str {
         match self {
             Self::Http => "it must look like http://127.0.0.1:8080, or https://HOST for TLS",
+            Self::Admin => "it must look like http://127.0.0.1:8082, or https://HOST for TLS",
             Self::Grpc => "it must look like 127.0.0.1:8081, or grpcs://HOST:PORT for TLS",
         }
     }
 }
 
 /// Address of a service.
-pub(super) struct Endpoint {
+pub(crate) struct Endpoint {
     host: String,
     port: u16,
     tls: Option<(TlsConnector, ServerName<'static>)>,
     /// Host and port, as in the `Host` header.
-    pub(super) authority: String,
+    pub(crate) authority: String,
     /// Path of the URL, without a slash at its end.
-    pub(super) path: String,
+    pub(crate) path: String,
     timeout: Duration,
 }
 
 /// Bytes from and to a service.
-pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
 impl Endpoint {
     /// Parses the value of a flag. `ca` is a file with the certificates to trust in place of those
     /// of the system.
-    pub(super) fn parse(
+    pub(crate) fn parse(
         protocol: Protocol,
         text: &str,
         ca: Option<&Path>,
@@ -87,12 +91,12 @@ impl Endpoint {
             (Some(port), _) => port,
             // A port that is too large is parsed as no port.
             (None, _) if has_port_text => anyhow::bail!("{flag} {text}: {syntax}"),
-            (None, Protocol::Http) if secure => 443,
-            (None, Protocol::Http) => 80,
+            (None, Protocol::Http | Protocol::Admin) if secure => 443,
+            (None, Protocol::Http | Protocol::Admin) => 80,
             (None, Protocol::Grpc) => anyhow::bail!("{flag} {text} has no port: {syntax}"),
         };
         ensure!(
-            protocol == Protocol::Http || path.is_empty(),
+            protocol != Protocol::Grpc || path.is_empty(),
             "{flag} {text} has a path: {syntax}"
         );
         ensure!(secure || ca.is_none(), "--ca is given, but {flag} {text} has no TLS");
@@ -102,18 +106,18 @@ impl Endpoint {
     }
 
     /// Returns the scheme of requests.
-    pub(super) fn scheme(&self) -> &'static str {
+    pub(crate) fn scheme(&self) -> &'static str {
         if self.tls.is_some() { "https" } else { "http" }
     }
 
     /// Returns the path of a call below the path of the URL.
-    pub(super) fn call_path(&self, call: &str) -> anyhow::Result<PathAndQuery> {
+    pub(crate) fn call_path(&self, call: &str) -> anyhow::Result<PathAndQuery> {
         let base = self.path.strip_suffix("/v1/acquire").unwrap_or(&self.path);
         Ok(format!("{base}{call}").parse()?)
     }
 
     /// Opens a connection.
-    pub(super) async fn connect(&self) -> Result<Box<dyn Stream>, RequestError> {
+    pub(crate) async fn connect(&self) -> Result<Box<dyn Stream>, RequestError> {
         let connecting = async {
             let stream = TcpStream::connect((self.host.as_str(), self.port)).await?;
             stream.set_nodelay(true)?;
@@ -142,7 +146,7 @@ fn connector(
     let mut config =
         crate::gateway::upstream_tls(ca).map_err(anyhow::Error::msg).context("--ca")?;
     config.alpn_protocols = match protocol {
-        Protocol::Http => vec![b"http/1.1".to_vec()],
+        Protocol::Http | Protocol::Admin => vec![b"http/1.1".to_vec()],
         Protocol::Grpc => vec![b"h2".to_vec()],
     };
     let name = ServerName::try_from(host.to_owned());

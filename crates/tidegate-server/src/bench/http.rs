@@ -49,7 +49,7 @@ pub(crate) struct ClientOptions<'a> {
 
 impl ClientOptions<'_> {
     /// Returns the header with the token.
-    pub(super) fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
+    pub(crate) fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
         let Some(token) = self.token else { return Ok(None) };
         match HeaderValue::try_from(format!("Bearer {}", token.reveal())) {
             Ok(mut value) => {

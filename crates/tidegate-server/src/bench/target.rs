@@ -23,7 +23,7 @@ pub(crate) enum Answer {
 pub(crate) struct RequestError {
     /// Name by which errors are counted.
     pub(super) kind: Cow<'static, str>,
-    pub(super) message: String,
+    pub(crate) message: String,
 }
 
 impl RequestError {

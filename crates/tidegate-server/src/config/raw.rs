@@ -41,6 +41,7 @@ pub(super) struct RawConfig {
     pub(super) envoy: RawEnvoy,
     pub(super) gateway: RawGateway,
     pub(super) paths: RawPaths,
+    pub(super) log_denials: Option<RawLogDenials>,
     /// Attributes that API clients send in addition to the built-in ones, such as tenant. Any other
     /// name is an error.
     #[schemars(with = "CustomAttributes")]
@@ -386,4 +387,16 @@ pub(super) struct RawAccessLog {
 
 fn enabled() -> Flag {
     Flag::new(true)
+}
+
+/// Log lines of denied requests, with the policy and the key. Off by default.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+#[schemars(rename = "LogDenials")]
+pub(super) struct RawLogDenials {
+    /// Part of the denied requests that is logged, from 0 to 1; 1 by default.
+    pub(super) ratio: Option<Ratio>,
+    /// Maximum number of lines per second; 10 by default. The next line has the number of those
+    /// that were suppressed.
+    pub(super) max_per_second: Option<Bounded<1, 10_000>>,
 }

@@ -80,6 +80,16 @@ impl Histogram {
         self.nanos.fetch_add(duration::nanos(duration), Ordering::Relaxed);
     }
 
+    /// Returns the number of durations in each bucket; the last one has no upper bound.
+    pub(crate) fn counts(&self) -> Vec<u64> {
+        self.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect()
+    }
+
+    /// Returns the number of durations.
+    pub(crate) fn total(&self) -> u64 {
+        self.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).sum()
+    }
+
     /// Writes a metric without labels.
     pub(crate) fn write(&self, text: &mut String, name: &str, help: &str) {
         head(text, name, "histogram", help);
@@ -88,18 +98,66 @@ impl Histogram {
 
     /// Writes the series with these labels, such as `upstream="…"`.
     pub(crate) fn write_series(&self, text: &mut String, name: &str, labels: &str) {
-        let mut count = 0;
-        let comma = if labels.is_empty() { "" } else { "," };
-        for (bucket, bound) in
-            self.buckets.iter().zip(self.bounds.iter().map(|(_, bound)| *bound).chain(["+Inf"]))
-        {
-            count += bucket.load(Ordering::Relaxed);
-            let _ = writeln!(text, "{name}_bucket{{{labels}{comma}le=\"{bound}\"}} {count}");
-        }
-        let seconds = Duration::from_nanos(self.nanos.load(Ordering::Relaxed)).as_secs_f64();
-        let labels = if labels.is_empty() { String::new() } else { format!("{{{labels}}}") };
-        let _ = writeln!(text, "{name}_sum{labels} {seconds}\n{name}_count{labels} {count}");
+        write_sum(text, name, labels, &[self]);
     }
+}
+
+/// Writes the sum of several histograms, which have the same bounds, as one series.
+pub(crate) fn write_sum(text: &mut String, name: &str, labels: &str, parts: &[&Histogram]) {
+    let bounds = parts.first().map_or(&[][..], |part| part.bounds);
+    let labelled = bounds.iter().map(|(_, label)| *label).chain(["+Inf"]);
+    let counts = (0..=bounds.len()).map(|bucket| {
+        parts.iter().map(|part| part.buckets[bucket].load(Ordering::Relaxed)).sum::<u64>()
+    });
+    let nanos = parts.iter().map(|part| part.nanos.load(Ordering::Relaxed)).sum();
+    let seconds = Duration::from_nanos(nanos).as_secs_f64();
+    write_buckets(text, name, labels, labelled.zip(counts), seconds);
+}
+
+/// Writes a series of buckets, given by the bound and the number of values in each.
+pub(crate) fn write_buckets(
+    text: &mut String,
+    name: &str,
+    labels: &str,
+    buckets: impl Iterator<Item = (impl std::fmt::Display, u64)>,
+    sum: f64,
+) {
+    let mut count = 0;
+    let comma = if labels.is_empty() { "" } else { "," };
+    for (bound, values) in buckets {
+        count += values;
+        let _ = writeln!(text, "{name}_bucket{{{labels}{comma}le=\"{bound}\"}} {count}");
+    }
+    let labels = if labels.is_empty() { String::new() } else { format!("{{{labels}}}") };
+    let _ = writeln!(text, "{name}_sum{labels} {sum}\n{name}_count{labels} {count}");
+}
+
+/// Upper bounds of the buckets for decisions, in milliseconds.
+pub(crate) fn decision_bounds_ms() -> Vec<f64> {
+    let millis = |micros: u64| Duration::from_micros(micros).as_secs_f64() * 1_000.0;
+    DECISION_BOUNDS.iter().map(|(bound, _)| millis(*bound)).collect()
+}
+
+/// Returns a quantile of the values in these buckets, interpolated within its bucket as
+/// Prometheus does; `None` without values. A value beyond the last bound counts as that bound.
+#[expect(clippy::cast_precision_loss, reason = "a quantile is an estimate")]
+pub(crate) fn quantile(bounds: &[f64], counts: &[u64], quantile: f64) -> Option<f64> {
+    let total: u64 = counts.iter().sum();
+    if total == 0 {
+        return None;
+    }
+    let rank = quantile * total as f64;
+    let mut before = 0.0;
+    let mut lower = 0.0;
+    for (count, upper) in counts.iter().zip(bounds) {
+        let count = *count as f64;
+        if count > 0.0 && before + count >= rank {
+            return Some(lower + (upper - lower) * (rank - before) / count);
+        }
+        before += count;
+        lower = *upper;
+    }
+    bounds.last().copied()
 }
 
 #[cfg(test)]
@@ -121,6 +179,28 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("x_count 5\n") && text.contains("x_sum 2.000023\n"), "{text}");
+    }
+
+    #[test]
+    fn quantiles_are_interpolated_within_their_bucket() {
+        let bounds = [1.0, 2.0, 4.0];
+        assert_eq!(quantile(&bounds, &[0, 0, 0, 0], 0.5), None);
+        assert_eq!(quantile(&bounds, &[10, 0, 0, 0], 0.5), Some(0.5));
+        assert_eq!(quantile(&bounds, &[50, 40, 10, 0], 0.5), Some(1.0));
+        assert_eq!(quantile(&bounds, &[50, 40, 10, 0], 0.95), Some(3.0));
+        assert_eq!(quantile(&bounds, &[0, 0, 0, 7], 0.99), Some(4.0), "beyond the last bound");
+        assert_eq!(decision_bounds_ms().first(), Some(&0.01));
+    }
+
+    #[test]
+    fn sum_of_histograms_is_one_series() {
+        let parts = [Histogram::of_decisions(), Histogram::of_decisions()];
+        parts[0].observe(Duration::from_micros(5));
+        parts[1].observe(Duration::from_secs(2));
+        let mut text = String::new();
+        write_sum(&mut text, "x", "", &[&parts[0], &parts[1]]);
+        assert!(text.contains("x_bucket{le=\"1e-05\"} 1\n"), "{text}");
+        assert!(text.ends_with("x_sum 2.000005\nx_count 2\n"), "{text}");
     }
 
     #[test]

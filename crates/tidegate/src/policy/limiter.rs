@@ -105,11 +105,15 @@ const MAX_TRACED_NAMES: usize = 20;
 /// # }
 /// ```
 pub trait Observer: Send + Sync {
-    /// Called once per query that was decided, also if no limit applied. A query that ended with an
-    /// error is not reported. `start` is when the query arrived; the charges of a prepared query
+    /// Called once per query that was decided, also if no limit applied. `start` is when the query arrived; the charges of a prepared query
     /// have their own actions.
     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
         let _ = (action, decisions, start);
+    }
+
+    /// Called once per query that ended with an error: the store failed, or the query is invalid.
+    fn failed(&self, action: Action, error: &Error) {
+        let _ = (action, error);
     }
 
     /// Called for each policy whose key the request lacks, whether that skips the policy or denies
@@ -125,6 +129,10 @@ impl Observer for () {}
 impl<T: Observer> Observer for Arc<T> {
     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
         T::decided(self, action, decisions, start);
+    }
+
+    fn failed(&self, action: Action, error: &Error) {
+        T::failed(self, action, error);
     }
 
     fn key_missing(&self, policy: &Policy) {
@@ -202,7 +210,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     ) -> Result<PolicyDecisions<'a>, Error> {
         let start = Instant::now();
         let on_span = query.on_span;
-        let entries = self.prepare(action, query)?;
+        let prepared = self.prepare(action, query);
+        let entries = prepared.inspect_err(|error| self.observer.failed(action, error))?;
         let span = tracing::debug_span!(
             target: TRACE_TARGET,
             "decide",
@@ -279,7 +288,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         mut entries: Vec<PolicyDecision<'a>>,
     ) -> Result<PolicyDecisions<'a>, Error> {
         let asked_at = self.limiter.store().clock().now();
-        self.decide_entries(start, &mut entries).await?;
+        let decided = self.decide_entries(start, &mut entries).await;
+        decided.inspect_err(|error| self.observer.failed(action, error))?;
         entries.retain(|entry| entry.decided);
         let decisions = PolicyDecisions { asked_at, decisions: entries };
         self.observer.decided(action, &decisions, start);

@@ -61,6 +61,8 @@ struct History {
 pub struct CircuitState {
     /// Whether the circuit is open: the store, or the node, is failing and is not called.
     pub open: bool,
+    /// Whether the circuit is open, and its last probe succeeded: the next one may close it.
+    pub half_open: bool,
     /// Time since the circuit last opened or closed.
     pub elapsed: Duration,
     /// Number of times that the circuit has opened.
@@ -94,8 +96,10 @@ impl Circuit {
 
     pub(crate) fn state(&self) -> CircuitState {
         let history = self.history();
+        let open = self.is_open();
         CircuitState {
-            open: self.is_open(),
+            open,
+            half_open: open && history.successes > 0,
             elapsed: history.since.elapsed(),
             times_opened: history.times_opened,
             last_error: history.last_error.as_deref().cloned(),

@@ -9,6 +9,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 
@@ -241,6 +242,12 @@ impl<S: SharedStore> Fallback<S> {
             settled_debit_units: load(&counters.settled),
             dropped_debit_units: ledger.dropped(),
         }
+    }
+
+    /// Returns the time since the store started to fail; `None` while it decides.
+    #[must_use]
+    pub fn outage(&self) -> Option<Duration> {
+        self.inner.outage.elapsed()
     }
 
     /// Charges the pending debits to the store now instead of in the background, for example before

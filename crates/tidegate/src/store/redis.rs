@@ -60,6 +60,8 @@ use self::queue::Enqueued;
 use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
+use self::stats::BucketCounters;
+pub use self::stats::Distribution;
 use self::step::{CallError, Delivery, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
@@ -97,6 +99,7 @@ mod scheme;
 mod script;
 mod server_clock;
 mod slot;
+mod stats;
 mod step;
 mod tls;
 mod topology;
@@ -126,6 +129,8 @@ struct Shared {
     group_commit: bool,
     cross_slot: bool,
     instances: CachedInstances,
+    /// Number of decisions in each call.
+    call_sizes: BucketCounters,
     /// Manual clock of a test, which replaces the server's time.
     #[cfg(feature = "testing")]
     driven_by: Option<crate::clock::ManualClock>,

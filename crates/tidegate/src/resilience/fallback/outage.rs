@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -61,6 +62,12 @@ impl OutageState {
 
     pub(super) fn is_active(&self) -> bool {
         self.active.load(Ordering::Relaxed)
+    }
+
+    /// Returns the time since the start of the current outage.
+    pub(super) fn elapsed(&self) -> Option<Duration> {
+        let since = self.lock().since;
+        self.is_active().then(|| since.elapsed())
     }
 
     pub(super) fn failures(&self) -> u64 {

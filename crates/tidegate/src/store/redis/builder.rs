@@ -9,6 +9,7 @@ use redis::{ConnectionAddr, IntoConnectionInfo};
 use super::endpoint::{Address, ConnectionOptions};
 use super::heartbeat::CachedInstances;
 use super::publisher::Publisher;
+use super::stats::BucketCounters;
 use super::tls::Tls;
 use super::topology::{Seeds, Topology};
 use super::{RedisStore, Shared};
@@ -218,6 +219,7 @@ impl Builder {
                 group_commit: self.group_commit,
                 cross_slot: self.cross_slot,
                 instances: CachedInstances::default(),
+                call_sizes: BucketCounters::of_call_sizes(),
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
             }),

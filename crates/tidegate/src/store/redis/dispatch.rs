@@ -185,9 +185,15 @@ impl Round<'_> {
             asking: call.asking,
         };
         let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
+        for call in calls {
+            let decisions = call.items.iter().map(|ordered| self.sealed.repeats[ordered.item]);
+            self.shared.call_sizes.record(decisions.sum());
+        }
         let sent = Instant::now();
+        let timed = self.node.calls().start(sent);
         let replies = self.node.run(&connection, &script_calls, *latest).await;
         let received = Instant::now();
+        timed.end(received);
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
             let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
             connection.clock().observe(reply.now, sent, received);

@@ -9,6 +9,7 @@ use super::RedisStore;
 use super::connection::query_all_once;
 use super::endpoint::Address;
 use super::node::NodeClient;
+use super::stats::Distribution;
 use crate::resilience::CircuitState;
 use crate::store::StoreError;
 
@@ -47,6 +48,10 @@ pub struct NodeHealth {
     pub script_loads: u64,
     /// Number of connections after the first.
     pub reconnects: u64,
+    /// Number of calls that decide and wait for their replies now.
+    pub in_flight: usize,
+    /// Latency of these calls in microseconds, from just before they were sent.
+    pub latency: Distribution,
 }
 
 /// Reply of a node to a plain command.
@@ -103,6 +108,13 @@ impl RedisStore {
     #[must_use]
     pub fn redirects(&self) -> u64 {
         self.shared.topology.state().redirects()
+    }
+
+    /// Returns the number of requests that each script call has decided: more than one if they
+    /// arrived during another call.
+    #[must_use]
+    pub fn decisions_per_call(&self) -> Distribution {
+        self.shared.call_sizes.read()
     }
 
     /// Decides a charge on an internal key, and so checks whether the node of this address can
@@ -185,6 +197,8 @@ impl NodeHealth {
             last_error: node.last_error().map(|error| error.reason),
             script_loads: node.scripts().total(),
             reconnects: node.reconnects(),
+            in_flight: node.calls().in_flight(),
+            latency: node.calls().latency(),
         }
     }
 }

@@ -21,6 +21,7 @@ use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
+use super::stats::NodeCalls;
 use crate::random::jittered;
 use crate::resilience::circuit::{Circuit, CircuitOptions};
 
@@ -29,6 +30,7 @@ pub(super) struct NodeClient {
     shared: Arc<NodeShared>,
     queue: Queue,
     circuit: Circuit,
+    calls: NodeCalls,
     supervisor: JoinHandle<()>,
 }
 
@@ -108,7 +110,7 @@ impl NodeClient {
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
         let circuit = Circuit::new(CircuitOptions::default());
-        Self { shared, queue: Queue::new(), circuit, supervisor }
+        Self { shared, queue: Queue::new(), circuit, calls: NodeCalls::new(), supervisor }
     }
 
     pub(super) fn address(&self) -> &Address {
@@ -118,6 +120,11 @@ impl NodeClient {
     /// Returns the circuit of decisions on this node.
     pub(super) fn circuit(&self) -> &Circuit {
         &self.circuit
+    }
+
+    /// Returns the latency and number of decision calls.
+    pub(super) fn calls(&self) -> &NodeCalls {
+        &self.calls
     }
 
     /// Returns whether one call may reach keys of several slots, as far as is known.

@@ -1,0 +1,334 @@
+//! `GET /v1/live`: a stream of server-sent events, for dashboards.
+//!
+//! Each event is serialized once for all streams, which share its bytes. A stream whose client
+//! reads slowly loses samples; the others do not wait for it.
+
+use std::collections::{HashMap, VecDeque};
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderName, StatusCode, header};
+use serde::Serialize;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{broadcast, watch};
+use tokio::time::timeout;
+
+use super::Admin;
+use super::history::History;
+use super::hot_keys::{DEFAULT_LIMIT, HotKeysBody};
+use super::sampler::{Percentiles, Sampler};
+use super::status::{Status, StatusParts};
+use crate::api::problem::Problem;
+use crate::metrics;
+use crate::state::ServerState;
+
+const MAX_STREAMS: usize = 256;
+/// Number of samples that a slow reader may be behind before it loses the oldest ones.
+const MAX_BEHIND: usize = 16;
+/// Hot keys are sent with every sample of this multiple.
+const HOT_KEYS_INTERVAL: u64 = 2;
+/// Time without events after which a comment shows that the connection is alive.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
+/// Header by which nginx passes events on at once.
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+
+/// Source of the events of all streams.
+pub(crate) struct Live {
+    history: Mutex<History>,
+    events: broadcast::Sender<Events>,
+    opening: Mutex<Option<Opening>>,
+    last_sent: Mutex<LastSent>,
+    node_latency: Mutex<HashMap<String, Percentiles>>,
+    streams: AtomicUsize,
+    stopped: watch::Receiver<bool>,
+}
+
+/// Events of one second.
+#[derive(Clone)]
+struct Events {
+    /// Number of the sample.
+    sample: u64,
+    bytes: Bytes,
+}
+
+/// First events of a stream, which all streams that start within a second share.
+#[derive(Clone)]
+struct Opening {
+    /// Number of the newest sample.
+    sample: u64,
+    history: Bytes,
+    /// Status and hot keys.
+    state: Bytes,
+}
+
+/// State that was last sent, to send only changes.
+#[derive(Default)]
+struct LastSent {
+    status: Option<StatusParts>,
+    hot_keys: Option<HotKeysBody>,
+}
+
+impl Live {
+    /// Starts to take samples. Streams end when `stopped` turns true.
+    pub(crate) fn start(state: &Arc<ServerState>, stopped: watch::Receiver<bool>) -> Arc<Self> {
+        let live = Arc::new(Self::new(stopped));
+        tokio::spawn(Sampler::new(Arc::clone(state), Arc::clone(&live)).run());
+        live
+    }
+
+    fn new(stopped: watch::Receiver<bool>) -> Self {
+        Self {
+            history: Mutex::default(),
+            events: broadcast::Sender::new(MAX_BEHIND),
+            opening: Mutex::default(),
+            last_sent: Mutex::default(),
+            node_latency: Mutex::default(),
+            streams: AtomicUsize::new(0),
+            stopped,
+        }
+    }
+
+    pub(super) fn history(&self) -> MutexGuard<'_, History> {
+        lock(&self.history)
+    }
+
+    /// Returns the latency of each node of Redis in the last seconds.
+    pub(super) fn node_latency(&self) -> HashMap<String, Percentiles> {
+        lock(&self.node_latency).clone()
+    }
+
+    pub(super) fn set_node_latency(&self, latency: HashMap<String, Percentiles>) {
+        *lock(&self.node_latency) = latency;
+    }
+
+    /// Adds a sample to the history, and sends it with what else has changed.
+    pub(super) fn publish(&self, sample: Arc<str>, state: &ServerState) {
+        let number = self.history().push(Arc::clone(&sample));
+        if self.streams.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut text = String::with_capacity(sample.len() + 64);
+        push_event(&mut text, "sample", &sample);
+        let mut last = lock(&self.last_sent);
+        let status = Status::new(state, &self.node_latency());
+        if !last.status.as_ref().is_some_and(|parts| status.has_parts(parts)) {
+            push_json(&mut text, "status", &status);
+            last.status = Some(status.into_parts());
+        }
+        if number.is_multiple_of(HOT_KEYS_INTERVAL) {
+            let hot_keys = HotKeysBody::new(state, DEFAULT_LIMIT);
+            if last.hot_keys.as_ref() != Some(&hot_keys) {
+                push_json(&mut text, "hot-keys", &hot_keys);
+                last.hot_keys = Some(hot_keys);
+            }
+        }
+        drop(last);
+        // Fails without a stream.
+        let _ = self.events.send(Events { sample: number, bytes: text.into() });
+    }
+
+    /// Returns the first events of a stream.
+    fn opening(&self, state: &ServerState) -> Opening {
+        let mut opening = lock(&self.opening);
+        let newest = self.history().newest();
+        if let Some(opening) = opening.as_ref().filter(|opening| opening.sample == newest) {
+            return opening.clone();
+        }
+        let (sample, body) = {
+            let history = self.history();
+            (history.newest(), history.body())
+        };
+        let mut events = String::with_capacity(body.len() + 64);
+        push_event(&mut events, "history", &body);
+        let mut other = String::new();
+        push_json(&mut other, "status", &Status::new(state, &self.node_latency()));
+        push_json(&mut other, "hot-keys", &HotKeysBody::new(state, DEFAULT_LIMIT));
+        let new = Opening { sample, history: events.into(), state: other.into() };
+        opening.insert(new).clone()
+    }
+
+    /// Takes a place for a stream, if there is one.
+    fn place(self: &Arc<Self>) -> Option<StreamPlace> {
+        let more = |streams: usize| (streams < MAX_STREAMS).then_some(streams + 1);
+        let taken = self.streams.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        taken.ok().map(|_| StreamPlace(Arc::clone(self)))
+    }
+
+    pub(super) fn write_metrics(&self, text: &mut String) {
+        let streams = u64::try_from(self.streams.load(Ordering::Relaxed)).unwrap_or(u64::MAX);
+        let help = "Open streams of live events, such as those of dashboards.";
+        metrics::write_numbers(text, &[("tidegate_live_streams", "gauge", help, streams)]);
+    }
+}
+
+/// Place of one stream.
+struct StreamPlace(Arc<Live>);
+
+impl Drop for StreamPlace {
+    fn drop(&mut self) {
+        self.0.streams.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+pub(super) async fn handle(State(admin): State<Admin>) -> Result<Response, Problem> {
+    let Some(place) = admin.live.place() else {
+        return Err(Problem::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!("{MAX_STREAMS} live streams are open: close some, or poll /v1/history"),
+        ));
+    };
+    let stream = LiveStream::new(place, admin.state);
+    let body = futures_util::stream::unfold(stream, |mut stream| async {
+        let bytes = stream.next().await?;
+        Some((Ok::<_, Infallible>(bytes), stream))
+    });
+    let headers = [(header::CONTENT_TYPE, "text/event-stream"), (ACCEL_BUFFERING, "no")];
+    Ok((headers, Body::from_stream(body)).into_response())
+}
+
+/// Events of one client.
+struct LiveStream {
+    place: StreamPlace,
+    state: Arc<ServerState>,
+    events: broadcast::Receiver<Events>,
+    stopped: watch::Receiver<bool>,
+    /// Events that are sent before any others.
+    pending: VecDeque<Bytes>,
+    /// Number of the newest sample in them.
+    newest: u64,
+}
+
+impl LiveStream {
+    fn new(place: StreamPlace, state: Arc<ServerState>) -> Self {
+        let live = &place.0;
+        // Before the history is read, so that no sample is missed.
+        let events = live.events.subscribe();
+        let stopped = live.stopped.clone();
+        let Opening { sample, history, state: other } = live.opening(&state);
+        let pending = VecDeque::from([history, other]);
+        Self { place, state, events, stopped, pending, newest: sample }
+    }
+
+    /// Waits for the next events. Returns `None` during shutdown.
+    async fn next(&mut self) -> Option<Bytes> {
+        loop {
+            if let Some(bytes) = self.pending.pop_front() {
+                return Some(bytes);
+            }
+            let received = tokio::select! {
+                biased;
+                _ = self.stopped.wait_for(|stopped| *stopped) => return None,
+                received = timeout(KEEP_ALIVE_INTERVAL, self.events.recv()) => received,
+            };
+            match received {
+                Err(_) => return Some(Bytes::from_static(b":\n\n")),
+                // In the history already.
+                Ok(Ok(events)) if events.sample <= self.newest => {}
+                Ok(Ok(events)) => return Some(events.bytes),
+                // The samples that were lost may have had other events.
+                Ok(Err(RecvError::Lagged(_))) => {
+                    let Opening { state, .. } = self.place.0.opening(&self.state);
+                    return Some(state);
+                }
+                Ok(Err(RecvError::Closed)) => return None,
+            }
+        }
+    }
+}
+
+/// Appends an event. Its data has no line break, because it is JSON without spaces.
+fn push_event(text: &mut String, name: &str, data: &str) {
+    let _ = write!(text, "event: {name}\ndata: {data}\n\n");
+}
+
+fn push_json(text: &mut String, name: &str, data: &impl Serialize) {
+    if let Ok(data) = serde_json::to_string(data) {
+        push_event(text, name, &data);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Config, SAMPLE};
+
+    async fn live() -> (Arc<Live>, Arc<ServerState>, watch::Sender<bool>) {
+        let config = Config::parse("sample", SAMPLE).expect("valid");
+        let state = ServerState::start(config).await.expect("memory");
+        let (stop, stopped) = watch::channel(false);
+        (Arc::new(Live::new(stopped)), Arc::new(state), stop)
+    }
+
+    /// Opens a stream, and reads its first events.
+    async fn open(live: &Arc<Live>, state: &Arc<ServerState>) -> (LiveStream, Vec<Bytes>) {
+        let mut stream = LiveStream::new(live.place().expect("a place"), Arc::clone(state));
+        let mut opening = Vec::new();
+        while !stream.pending.is_empty() {
+            opening.extend(stream.next().await);
+        }
+        (stream, opening)
+    }
+
+    #[tokio::test]
+    async fn all_streams_share_the_bytes_of_one_serialization() {
+        let (live, state, _stop) = live().await;
+        let mut streams = Vec::new();
+        for _ in 0..100 {
+            streams.push(open(&live, &state).await);
+        }
+        let address = |bytes: &Bytes| bytes.as_ptr();
+        let first: Vec<_> = streams[0].1.iter().map(address).collect();
+        for (_, opening) in &streams {
+            assert_eq!(opening.iter().map(address).collect::<Vec<_>>(), first);
+        }
+        for sample in ["1", "2", "3"] {
+            live.publish(sample.into(), &state);
+            let mut sent = Vec::new();
+            for (stream, _) in &mut streams {
+                sent.push(stream.next().await.expect("events"));
+            }
+            assert!(sent[0].starts_with(format!("event: sample\ndata: {sample}\n\n").as_bytes()));
+            assert!(sent.iter().all(|bytes| address(bytes) == address(&sent[0])));
+        }
+    }
+
+    #[tokio::test]
+    async fn slow_reader_loses_old_samples_and_gets_the_current_state() {
+        let (live, state, _stop) = live().await;
+        let (mut slow, _) = open(&live, &state).await;
+        let (mut fast, _) = open(&live, &state).await;
+        for number in 0..100 {
+            live.publish(number.to_string().into(), &state);
+            assert!(fast.next().await.is_some());
+        }
+        let resumed = slow.next().await.expect("the state");
+        assert!(resumed.starts_with(b"event: status\n"), "{resumed:?}");
+        let oldest = slow.next().await.expect("a sample");
+        let expected = format!("event: sample\ndata: {}\n", 100 - MAX_BEHIND);
+        assert!(oldest.starts_with(expected.as_bytes()), "{oldest:?}");
+    }
+
+    #[tokio::test]
+    async fn streams_are_bounded_and_end_with_the_process() {
+        let (live, state, stop) = live().await;
+        let mut places: Vec<_> = (0..MAX_STREAMS).map(|_| live.place()).collect();
+        assert!(places.iter().all(Option::is_some) && live.place().is_none());
+        places.pop();
+        let (mut stream, _) = open(&live, &state).await;
+        assert!(live.place().is_none());
+        stop.send_replace(true);
+        assert!(stream.next().await.is_none());
+        drop(stream);
+        assert!(live.place().is_some());
+    }
+}

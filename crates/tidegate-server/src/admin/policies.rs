@@ -1,0 +1,148 @@
+//! `GET /v1/policies`: the policies and Envoy's rules that are in use.
+
+use std::collections::BTreeMap;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use tidegate::{Algorithm, Cost, KeySource, Policy, Quota};
+
+use super::Admin;
+use crate::envoy::rules::{Limit, Rule, RuleMode};
+use crate::state::ActiveConfig;
+
+/// Maximum number of overrides that are listed per policy.
+const MAX_OVERRIDES: usize = 100;
+
+pub(super) async fn handle(State(admin): State<Admin>) -> Response {
+    let active = admin.state.active();
+    let policies = active.policies().iter().map(|policy| PolicyBody::of_policy(policy, &active));
+    let rules = active.envoy.rules.rules().filter_map(|rule| PolicyBody::of_rule(rule, &active));
+    Json(policies.chain(rules).collect::<Vec<_>>()).into_response()
+}
+
+#[derive(Serialize)]
+struct PolicyBody<'a> {
+    name: &'a str,
+    /// Patterns by attribute. All attributes must match, each by any of its patterns.
+    #[serde(rename = "match")]
+    matches: BTreeMap<&'a str, &'a [String]>,
+    key: Vec<&'a str>,
+    missing_key: &'static str,
+    #[serde(flatten)]
+    quota: QuotaBody,
+    cost: CostBody<'a>,
+    mode: &'static str,
+    on_store_failure: &'static str,
+    show_keys: &'static str,
+    overrides: Vec<OverrideBody>,
+    override_count: usize,
+    /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rule: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct QuotaBody {
+    algorithm: &'static str,
+    /// Null for an algorithm that has only one.
+    encoding: Option<&'static str>,
+    count_denied: bool,
+    limit: u64,
+    window_ms: u128,
+    burst: u64,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum CostBody<'a> {
+    Fixed(u64),
+    Attribute { attribute: &'a str, default: u64, max: u64 },
+}
+
+/// Quota of one key.
+#[derive(Serialize)]
+struct OverrideBody {
+    /// In the form that the policy shows.
+    key: String,
+    #[serde(flatten)]
+    quota: QuotaBody,
+}
+
+impl<'a> PolicyBody<'a> {
+    fn of_policy(policy: &'a Policy, active: &ActiveConfig) -> Self {
+        let mut overrides: Vec<(&str, &Quota)> = policy.overrides().collect();
+        overrides.sort_unstable_by_key(|(key, _)| *key);
+        overrides.truncate(MAX_OVERRIDES);
+        let shown = |(key, quota): (&str, &Quota)| OverrideBody {
+            key: active.shown_key(policy.name(), key.to_owned()),
+            quota: QuotaBody::new(quota),
+        };
+        Self {
+            name: policy.name(),
+            matches: policy.conditions().collect(),
+            key: policy.key().iter().map(KeySource::as_str).collect(),
+            missing_key: policy.missing_key().as_str(),
+            quota: QuotaBody::new(policy.quota()),
+            cost: match policy.cost() {
+                Cost::Fixed(units) => CostBody::Fixed(*units),
+                Cost::Attribute { name, default, max } => {
+                    CostBody::Attribute { attribute: name, default: *default, max: *max }
+                }
+            },
+            mode: policy.mode().as_str(),
+            on_store_failure: policy.on_store_failure().as_str(),
+            show_keys: policy.show_keys().as_str(),
+            overrides: overrides.into_iter().map(shown).collect(),
+            override_count: policy.override_count(),
+            rule: None,
+        }
+    }
+
+    /// Returns `None` for a rule without a limit, for which nothing is counted.
+    fn of_rule(rule: &'a Rule, active: &ActiveConfig) -> Option<Self> {
+        let quota = match &rule.limit {
+            Limit::Unlimited => return None,
+            Limit::Zero(_, window) => QuotaBody {
+                algorithm: active.envoy.algorithm.as_str(),
+                encoding: None,
+                count_denied: false,
+                limit: 0,
+                window_ms: window.as_millis(),
+                burst: 0,
+            },
+            Limit::Quota(_, quota) => QuotaBody::new(quota),
+        };
+        let mode = if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode };
+        Some(Self {
+            name: &rule.path,
+            matches: BTreeMap::new(),
+            key: rule.keys.iter().map(String::as_str).collect(),
+            missing_key: "skip",
+            quota,
+            cost: CostBody::Fixed(1),
+            mode: mode.as_str(),
+            on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
+            show_keys: rule.show_keys().as_str(),
+            overrides: Vec::new(),
+            override_count: 0,
+            rule: rule.name.as_deref(),
+        })
+    }
+}
+
+impl QuotaBody {
+    fn new(quota: &Quota) -> Self {
+        let has_encodings =
+            matches!(quota.algorithm(), Algorithm::SlidingLog | Algorithm::SlidingCounter);
+        Self {
+            algorithm: quota.algorithm().as_str(),
+            encoding: has_encodings.then(|| quota.encoding().as_str()),
+            count_denied: quota.count_denied(),
+            limit: quota.limit(),
+            window_ms: quota.window().as_millis(),
+            burst: quota.burst(),
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! `POST /v1/reset`: deletes the count of a key, and logs who did it.
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use http::StatusCode;
+use serde::Deserialize;
+use tidegate::ShowKeys;
+
+use super::Admin;
+use crate::api::problem::Problem;
+use crate::api::{check_encoding, check_json, read_json};
+use crate::key_hash;
+use crate::listener::Peer;
+use crate::state::{ActiveConfig, ServerState};
+
+/// Counter to reset.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResetBody {
+    policy: String,
+    key: String,
+}
+
+/// Deletes the count of a key, which may be a hash in the form of the hot keys.
+pub(super) async fn handle(
+    State(admin): State<Admin>,
+    Extension(peer): Extension<Peer>,
+    request: Request,
+) -> Result<StatusCode, Problem> {
+    check_encoding(request.headers())?;
+    check_json(request.headers())?;
+    let ResetBody { policy, key } = read_json(request.into_body()).await?;
+    let active = admin.state.active();
+    let key = listed_key(&admin.state, &active, &policy, &key).unwrap_or(key);
+    active.reset(&policy, &key).await?;
+    tracing::info!(
+        peer = %peer.address,
+        token = active.admin_token.is_some(),
+        policy,
+        key = active.shown_key(&policy, key),
+        "count reset"
+    );
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Returns the key of a policy that is listed in the hot keys by this hash.
+pub(super) fn listed_key(
+    state: &ServerState,
+    active: &ActiveConfig,
+    policy: &str,
+    hash: &str,
+) -> Option<String> {
+    if !key_hash::is_hash(hash) || active.show_keys(policy) != ShowKeys::Hashed {
+        return None;
+    }
+    state.hot_keys.find(state.uptime(), |hot_policy, hot_key| {
+        hot_policy == policy && key_hash::of(hot_key) == hash
+    })
+}

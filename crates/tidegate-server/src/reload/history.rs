@@ -1,0 +1,114 @@
+//! [`ReloadHistory`]: the last reload and its error, for operators.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use crate::config::ConfigError;
+use crate::duration;
+use crate::metrics;
+
+/// Result of the last reload.
+#[derive(Debug)]
+pub(crate) struct ReloadHistory(Mutex<LastReload>);
+
+/// Last reload, and the configuration that is in use.
+#[derive(Debug, Clone)]
+pub(crate) struct LastReload {
+    /// Configuration file; `None` for the built-in sample.
+    pub(crate) file: Option<PathBuf>,
+    /// Time of the last reload; `None` before the first one.
+    pub(crate) at: Option<SystemTime>,
+    pub(crate) error: Option<ReloadError>,
+    /// Time at which the configuration in use was loaded.
+    pub(crate) loaded_at: SystemTime,
+}
+
+/// Reason why a configuration was not loaded, without secrets.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct ReloadError {
+    message: String,
+    file: String,
+    line: Option<usize>,
+    column: Option<usize>,
+}
+
+impl ReloadError {
+    /// Creates an error about a file as a whole.
+    pub(crate) fn of_file(file: &Path, message: impl Into<String>) -> Self {
+        let file = file.display().to_string();
+        Self { message: message.into(), file, line: None, column: None }
+    }
+}
+
+impl From<ConfigError> for ReloadError {
+    fn from(error: ConfigError) -> Self {
+        let (line, column) = error.position().unzip();
+        let (message, file) = (error.message().to_owned(), error.file().to_owned());
+        Self { message, file, line, column }
+    }
+}
+
+impl fmt::Display for ReloadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.file)?;
+        for number in [self.line, self.column].into_iter().flatten() {
+            write!(f, ":{number}")?;
+        }
+        write!(f, ": {}", self.message)
+    }
+}
+
+impl ReloadHistory {
+    /// Creates the history of a process that has loaded its configuration at this time.
+    pub(crate) fn new(loaded_at: SystemTime) -> Self {
+        Self(Mutex::new(LastReload { file: None, at: None, error: None, loaded_at }))
+    }
+
+    pub(crate) fn set_file(&self, file: PathBuf) {
+        self.lock().file = Some(file);
+    }
+
+    pub(crate) fn succeeded(&self) {
+        let now = SystemTime::now();
+        let mut last = self.lock();
+        last.at = Some(now);
+        last.loaded_at = now;
+        last.error = None;
+    }
+
+    pub(crate) fn failed(&self, error: ReloadError) {
+        let mut last = self.lock();
+        last.at = Some(SystemTime::now());
+        last.error = Some(error);
+    }
+
+    pub(crate) fn last(&self) -> LastReload {
+        self.lock().clone()
+    }
+
+    pub(crate) fn write_metrics(&self, text: &mut String) {
+        let last = self.last();
+        let loaded_at = duration::since_epoch(last.loaded_at).as_secs();
+        let numbers = [
+            (
+                "tidegate_config_last_reload_successful",
+                "gauge",
+                "Whether the last attempt to load the configuration succeeded.",
+                u64::from(last.error.is_none()),
+            ),
+            (
+                "tidegate_config_last_reload_success_timestamp_seconds",
+                "gauge",
+                "Time at which the configuration in use was loaded, in seconds since the epoch.",
+                loaded_at,
+            ),
+        ];
+        metrics::write_numbers(text, &numbers);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, LastReload> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,209 @@
+//! Lines of the view, for a terminal of any size and for a pipe.
+
+use std::fmt::Write as _;
+
+use clap::builder::styling::Style;
+
+use super::data::{Percentiles, Sample, View};
+use super::line::{DIM, Line, PLAIN};
+use super::sections;
+use super::text;
+use crate::cli::style;
+
+/// Size of what is drawn.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    pub(super) columns: usize,
+    pub(super) rows: usize,
+}
+
+/// Height from which a terminal has room for the lines that matter less.
+const TALL_ROWS: usize = 16;
+const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// Returns the lines for a terminal, at most as many as it has. The last line is the footer.
+pub(super) fn screen(
+    view: &View,
+    samples: usize,
+    size: Size,
+    body: Option<&[Line]>,
+    footer: Line,
+) -> Vec<Line> {
+    let mean = view.mean(samples);
+    let is_tall = size.rows >= TALL_ROWS;
+    let mut lines = head(view, &mean, size.columns, is_tall);
+    if is_tall {
+        lines.extend(trend(view, size.columns));
+        lines.push(Line::default());
+    }
+    let left = size.rows.saturating_sub(lines.len() + 1);
+    match body {
+        Some(body) => lines.extend(body.iter().take(left).cloned()),
+        None => lines.extend(sections::fitted(view, &mean, size.columns, left)),
+    }
+    lines.truncate(size.rows.saturating_sub(1));
+    while lines.len() + 1 < size.rows {
+        lines.push(Line::default());
+    }
+    lines.push(footer);
+    lines
+}
+
+/// Returns the lines for a pipe.
+pub(super) fn block(view: &View, samples: usize, columns: usize) -> Vec<Line> {
+    let mean = view.mean(samples);
+    let mut lines = head(view, &mean, columns, true);
+    lines.extend(sections::all(view, &mean, columns));
+    lines
+}
+
+fn head(view: &View, mean: &Sample, columns: usize, is_tall: bool) -> Vec<Line> {
+    let mut lines = vec![title(view, columns)];
+    if let Some(error) = &view.lost {
+        let message = format!("connection lost, retrying: {error}");
+        lines.push(Line::default().with(style::ERROR, &message));
+    }
+    lines.push(store(view, columns));
+    let is_reload_wrong = view.status.reload.ok == Some(false);
+    if is_tall || is_reload_wrong {
+        lines.push(reload(view, columns));
+    }
+    lines.push(requests(mean, columns));
+    lines.push(latency(mean, columns));
+    if is_tall && !mean.sources.values().all(|rate| *rate <= 0.0) {
+        lines.push(sources(mean, columns));
+    }
+    lines
+}
+
+fn title(view: &View, columns: usize) -> Line {
+    let status = &view.status;
+    let items = [
+        (PLAIN, view.authority.clone()),
+        (PLAIN, format!("up {}", text::duration(view.uptime_ms()))),
+        (DIM, text::time_of_day(view.now_ms())),
+    ];
+    Line::labelled(&format!("tidegate {}", status.version)).items(&items, columns)
+}
+
+fn store(view: &View, columns: usize) -> Line {
+    let store = &view.status.store;
+    let state = if store.up { (style::ALLOWED, "up") } else { (style::ERROR, "DOWN") };
+    let mut items = vec![(state.0, format!("{} {}", store.kind, state.1))];
+    if let Some(fallback) = &store.fallback {
+        let since = fallback.since_ms.map(|since| view.now_ms().saturating_sub(since));
+        items.push(match (fallback.active, since) {
+            (false, _) => (PLAIN, "fallback off".to_owned()),
+            (true, None) => (style::ERROR, "FALLBACK ACTIVE".to_owned()),
+            (true, Some(since)) => {
+                (style::ERROR, format!("FALLBACK ACTIVE for {}", text::duration(since)))
+            }
+        });
+        let debits = fallback.pending_debit_units;
+        let debits_style = if debits > 0 { style::WARNING } else { PLAIN };
+        items.push((debits_style, format!("{} units to settle", text::count(debits))));
+        let instances = fallback.instances;
+        let plural = if instances == 1 { "" } else { "s" };
+        items.push((PLAIN, format!("{instances} instance{plural}")));
+    }
+    if let Some(memory) = &store.memory {
+        let is_near_cap = memory.keys.saturating_mul(10) > memory.max_keys.saturating_mul(9);
+        let memory_style = if is_near_cap { style::WARNING } else { PLAIN };
+        let (keys, max) = (text::count(memory.keys), text::count(memory.max_keys));
+        items.push((memory_style, format!("{keys} of {max} keys")));
+    }
+    if let Some(entries) = store.deny_cache_entries {
+        items.push((PLAIN, format!("{} in the deny cache", text::count(entries))));
+    }
+    Line::labelled("store   ").items(&items, columns)
+}
+
+fn reload(view: &View, columns: usize) -> Line {
+    let reload = &view.status.reload;
+    let ago = |at_ms: u64| text::duration(view.now_ms().saturating_sub(at_ms));
+    if reload.ok == Some(false) {
+        let mut message = "RELOAD FAILED".to_owned();
+        if let Some(at_ms) = reload.at_ms {
+            let _ = write!(message, " {} ago", ago(at_ms));
+        }
+        if let Some(error) = &reload.error {
+            message.push_str(": ");
+            if let Some(file) = &error.file {
+                message.push_str(file);
+                for number in [error.line, error.column].into_iter().flatten() {
+                    let _ = write!(message, ":{number}");
+                }
+                message.push_str(": ");
+            }
+            message.push_str(&error.message);
+        }
+        return Line::labelled("config    ").with(style::ERROR, &message);
+    }
+    let mut items = Vec::new();
+    items.push((PLAIN, reload.config_file.clone().unwrap_or_else(|| "no file".to_owned())));
+    if let Some(at_ms) = reload.config_loaded_at_ms.or(reload.at_ms) {
+        items.push((PLAIN, format!("loaded {} ago", ago(at_ms))));
+    }
+    Line::labelled("config  ").items(&items, columns)
+}
+
+fn requests(mean: &Sample, columns: usize) -> Line {
+    let item = |style: Style, rate: f64, name: &str| {
+        let style = if rate > 0.0 { style } else { PLAIN };
+        (style, format!("{} {name}", text::rate(rate)))
+    };
+    let items = [
+        item(style::ALLOWED, mean.allowed, "allowed/s"),
+        item(style::DENIED, mean.denied, "denied/s"),
+        item(style::WARNING, mean.shadow_denied, "shadow/s"),
+        item(style::ERROR, mean.errors, "errors/s"),
+    ];
+    Line::labelled("requests").items(&items, columns)
+}
+
+fn latency(mean: &Sample, columns: usize) -> Line {
+    let mut items = percentiles("", mean.latency_ms);
+    if mean.store_latency_ms.is_some() {
+        items.extend(percentiles("store ", mean.store_latency_ms));
+    }
+    Line::labelled("latency ").items(&items, columns)
+}
+
+/// Returns the percentiles that are known.
+fn percentiles(prefix: &str, latency: Option<Percentiles>) -> Vec<(Style, String)> {
+    let Some(latency) = latency else { return vec![(DIM, "no decisions".to_owned())] };
+    let named = [("p50", latency.p50), ("p99", latency.p99)];
+    let known = named.into_iter().filter_map(|(name, value)| Some((name, value?)));
+    known.map(|(name, value)| (PLAIN, format!("{prefix}{name} {}", text::latency(value)))).collect()
+}
+
+fn sources(mean: &Sample, columns: usize) -> Line {
+    let sum: f64 = mean.sources.values().sum();
+    let mut sources: Vec<_> = mean.sources.iter().filter(|(_, rate)| **rate > 0.0).collect();
+    sources.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+    let items: Vec<_> = sources
+        .into_iter()
+        .map(|(name, rate)| (PLAIN, format!("{name} {:.0} %", rate / sum * 100.0)))
+        .collect();
+    Line::labelled("sources ").items(&items, columns)
+}
+
+/// Returns the requests per second of the last 15 minutes as bars.
+fn trend(view: &View, columns: usize) -> Option<Line> {
+    let label = "trend     ";
+    let trend = view.trend(columns.saturating_sub(text::width(label)));
+    let max = trend.iter().copied().fold(0.0, f64::max);
+    if max <= 0.0 {
+        return None;
+    }
+    let bar = |rate: &f64| {
+        let steps = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+        let level = steps.iter().filter(|step| rate / max * 8.0 > **step).count();
+        BARS[level]
+    };
+    let bars: String = trend.iter().map(bar).collect();
+    Some(Line::labelled(label).with(style::NOTE, &bars))
+}
+
+#[cfg(test)]
+mod tests;

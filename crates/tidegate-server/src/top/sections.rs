@@ -1,0 +1,226 @@
+//! Tables of the view: policies, hot keys, nodes, upstreams, and a key that was looked up.
+
+use clap::builder::styling::Style;
+
+use super::data::{HotKey, Lookup, LookupResult, Node, Sample, Upstream, View};
+use super::line::{DIM, Line, PLAIN};
+use super::text;
+use crate::cli::style;
+
+/// Maximum width of a name or a key in a pipe or a wide terminal.
+const MAX_NAME_COLUMNS: usize = 60;
+/// Width of a column with a rate or a count.
+const NUMBER_COLUMNS: usize = 10;
+
+/// Table with its heading.
+struct Section {
+    heading: Line,
+    rows: Vec<Line>,
+    /// Sections with a smaller number are shown first if there is little room.
+    priority: usize,
+}
+
+/// Returns all sections, for a pipe.
+pub(super) fn all(view: &View, mean: &Sample, columns: usize) -> Vec<Line> {
+    let sections = sections(view, mean, columns);
+    sections
+        .into_iter()
+        .flat_map(|section| std::iter::once(section.heading).chain(section.rows))
+        .collect()
+}
+
+/// Returns as much of the sections as fits into this number of lines.
+pub(super) fn fitted(view: &View, mean: &Sample, columns: usize, lines: usize) -> Vec<Line> {
+    let mut sections = sections(view, mean, columns);
+    // A section needs its heading and one row.
+    let shown = lines / 2;
+    sections.retain(|section| section.priority < shown);
+    // The rest of the lines is shared: each section gets one more row in turn.
+    let mut rows = vec![0; sections.len()];
+    let mut left = lines.saturating_sub(sections.len());
+    let mut has_grown = true;
+    while left > 0 && has_grown {
+        has_grown = false;
+        for (section, count) in sections.iter().zip(&mut rows) {
+            if left > 0 && *count < section.rows.len() {
+                (*count, left, has_grown) = (*count + 1, left - 1, true);
+            }
+        }
+    }
+    let mut fitted = Vec::new();
+    for (section, count) in sections.into_iter().zip(rows) {
+        fitted.push(section.heading);
+        fitted.extend(section.rows.into_iter().take(count));
+    }
+    fitted
+}
+
+/// Returns the sections in the order in which they are shown, with consecutive priorities.
+fn sections(view: &View, mean: &Sample, columns: usize) -> Vec<Section> {
+    let (hot, store) = (&view.hot_keys, &view.status.store);
+    let mut sections = vec![
+        policies(mean, columns),
+        hot_keys("denied keys", &hot.denied, style::DENIED, 1, columns),
+        hot_keys("allowed keys", &hot.allowed, PLAIN, 3, columns),
+        hot_keys("shadow-denied keys", &hot.shadow_denied, style::WARNING, 4, columns),
+        nodes(&store.nodes, columns),
+        upstreams(view.status.upstreams.as_deref().unwrap_or_default(), columns),
+    ];
+    sections.retain(|section| !section.rows.is_empty());
+    let mut order: Vec<usize> = sections.iter().map(|section| section.priority).collect();
+    order.sort_unstable();
+    for section in &mut sections {
+        section.priority = order.partition_point(|other| *other < section.priority);
+    }
+    sections
+}
+
+/// Returns the width of the first column, if the others need this number of columns.
+fn name_columns<'a>(
+    names: impl Iterator<Item = &'a str>,
+    heading: &str,
+    columns: usize,
+    others: usize,
+) -> usize {
+    let longest = names.map(text::printable_width).max().unwrap_or(0).max(text::width(heading));
+    longest.min(MAX_NAME_COLUMNS).min(columns.saturating_sub(others)).max(8)
+}
+
+fn policies(mean: &Sample, columns: usize) -> Section {
+    let mut policies: Vec<_> = mean.policies.iter().collect();
+    let busy = |rates: &[f64; 3]| rates.iter().sum::<f64>();
+    policies.sort_by(|(_, one), (_, other)| {
+        (other[1] + other[2]).total_cmp(&(one[1] + one[2])).then(busy(other).total_cmp(&busy(one)))
+    });
+    let heading = "policies";
+    let names = policies.iter().map(|(name, _)| name.as_str());
+    let width = name_columns(names, heading, columns, 3 * NUMBER_COLUMNS);
+    let number = |rate: f64, style: Style| (if rate > 0.0 { style } else { DIM }, text::rate(rate));
+    let rows = policies.into_iter().map(|(name, [allowed, denied, shadow])| {
+        let numbers = [
+            number(*allowed, PLAIN),
+            number(*denied, style::DENIED),
+            number(*shadow, style::WARNING),
+        ];
+        let line = Line::default().column(PLAIN, name, width);
+        numbers.iter().fold(line, |line, (style, rate)| line.number(*style, rate, NUMBER_COLUMNS))
+    });
+    let rows = rows.collect();
+    let line = Line::default().column(style::HEADING, heading, width);
+    let heading = ["allowed/s", "denied/s", "shadow/s"]
+        .iter()
+        .fold(line, |line, name| line.number(DIM, name, NUMBER_COLUMNS));
+    Section { heading, rows, priority: 0 }
+}
+
+fn hot_keys(
+    heading: &str,
+    keys: &[HotKey],
+    style: Style,
+    priority: usize,
+    columns: usize,
+) -> Section {
+    let policy_columns = name_columns(keys.iter().map(|hot| hot.policy.as_str()), "policy", 24, 0);
+    let others = NUMBER_COLUMNS + 2 + policy_columns;
+    let width = name_columns(keys.iter().map(|hot| hot.key.as_str()), heading, columns, others);
+    let rows = keys.iter().map(|hot| {
+        Line::default()
+            .column(style, &hot.key, width)
+            .number(PLAIN, &text::count(hot.count), NUMBER_COLUMNS)
+            .with(PLAIN, "  ")
+            .column(PLAIN, &hot.policy, policy_columns)
+    });
+    let rows = rows.collect();
+    let heading = Line::default()
+        .column(style::HEADING, heading, width)
+        .number(DIM, "requests", NUMBER_COLUMNS)
+        .with(DIM, "  policy");
+    Section { heading, rows, priority }
+}
+
+fn nodes(nodes: &[Node], columns: usize) -> Section {
+    let heading = "nodes";
+    let width = name_columns(nodes.iter().map(|node| node.address.as_str()), heading, columns, 20);
+    let rows = nodes.iter().map(|node| {
+        let circuit = node.circuit.as_deref().unwrap_or("closed");
+        let mut items = vec![match (node.connected, circuit) {
+            (true, "closed") => (style::ALLOWED, "connected".to_owned()),
+            (true, _) => (style::WARNING, format!("connected, circuit {circuit}")),
+            (false, _) => (style::ERROR, format!("DISCONNECTED, circuit {circuit}")),
+        }];
+        if let Some(latency) = node.latency_ms {
+            let all = [("p50", latency.p50), ("p99", latency.p99)];
+            let known = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
+            items.extend(
+                known.map(|(name, value)| (PLAIN, format!("{name} {}", text::latency(value)))),
+            );
+        }
+        if let Some(in_flight) = node.in_flight {
+            items.push((PLAIN, format!("{in_flight} in flight")));
+        }
+        let line = Line::default().column(PLAIN, &node.address, width).items(&items, columns);
+        match node.last_error.as_ref().filter(|_| !node.connected || circuit != "closed") {
+            Some(error) => line.with(DIM, "  ").with(DIM, error),
+            None => line,
+        }
+    });
+    Section { rows: rows.collect(), heading: Line::labelled(heading), priority: 2 }
+}
+
+fn upstreams(upstreams: &[Upstream], columns: usize) -> Section {
+    let heading = "upstreams";
+    let names = upstreams.iter().map(|upstream| upstream.url.as_str());
+    let width = name_columns(names, heading, columns, 20);
+    let rows = upstreams.iter().map(|upstream| {
+        let state = match (upstream.up, upstream.ejected) {
+            (true, false) => (style::ALLOWED, "up"),
+            (_, true) => (style::ERROR, "EJECTED"),
+            (false, false) => (style::ERROR, "DOWN"),
+        };
+        let line = Line::default().column(PLAIN, &upstream.url, width);
+        line.with(PLAIN, "  ").with(state.0, state.1)
+    });
+    Section { rows: rows.collect(), heading: Line::labelled(heading), priority: 5 }
+}
+
+/// Returns the state of a key in each policy: those that deny it first.
+pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
+    let mut results: Vec<&LookupResult> = lookup.results.iter().collect();
+    let order = |result: &LookupResult| match (&result.error, result.allowed) {
+        (Some(_), _) => 1,
+        (None, Some(false)) => 0,
+        (None, _) => 2,
+    };
+    results.sort_by_key(|result| order(result));
+    let denied = results.iter().filter(|result| result.allowed == Some(false)).count();
+    let heading = format!("  {denied} of {} policies deny it", results.len());
+    let mut lines =
+        vec![Line::labelled("key ").with(style::NOTE, &lookup.key).with(PLAIN, &heading)];
+    if results.is_empty() {
+        lines.push(Line::default().with(PLAIN, "No policy counts by a single key."));
+    }
+    let names = results.iter().map(|result| result.policy.as_str());
+    let width = name_columns(names, "policy", columns, 30);
+    for result in results {
+        let is_shadow = result.mode.as_deref() == Some("shadow");
+        let (state_style, state) = match (&result.error, result.allowed) {
+            (Some(_), _) => (style::ERROR, "error"),
+            (None, Some(false)) if is_shadow => (style::WARNING, "shadow-denied"),
+            (None, Some(false)) => (style::DENIED, "denied"),
+            (None, _) => (style::ALLOWED, "allowed"),
+        };
+        let mut items = vec![(state_style, state.to_owned())];
+        if let (Some(remaining), Some(limit)) = (result.remaining, result.limit) {
+            let (remaining, limit) = (text::count(remaining), text::count(limit));
+            items.push((PLAIN, format!("{remaining} of {limit} left")));
+        }
+        if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
+            items.push((PLAIN, format!("free in {}", text::duration(wait))));
+        }
+        lines.push(Line::default().column(PLAIN, &result.policy, width).items(&items, columns));
+        if let Some(reason) = result.error.as_ref().or(result.reason.as_ref()) {
+            lines.push(Line::default().with(DIM, "  ").with(DIM, reason));
+        }
+    }
+    lines
+}
