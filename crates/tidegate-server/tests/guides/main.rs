@@ -37,6 +37,12 @@ fn commands_of_the_guides_print_the_shown_output() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
+#[test]
+fn the_readme_is_short() {
+    let lines = std::fs::read_to_string(root().join("README.md")).expect("a page").lines().count();
+    assert!(lines < 200, "README.md has {lines} lines: details belong into docs/");
+}
+
 /// Runs the steps of a page, and returns what differs.
 fn run_page(name: &str, at_least: usize) -> Vec<String> {
     let text = std::fs::read_to_string(root().join(name)).expect("a page");
