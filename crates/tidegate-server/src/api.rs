@@ -296,6 +296,7 @@ async fn decide(
         None => guard.check(&head)?,
     }
     check_encoding(&head.headers)?;
+    let explains = head.uri.query().map_or(Ok(false), asks_to_explain)?;
     let bytes = read(body).await?;
     let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
@@ -339,7 +340,7 @@ async fn decide(
     // The capacity includes the headers that hyper adds.
     let mut headers = HeaderMap::with_capacity(12);
     add_rate_limit_headers(&mut headers, &decisions, &active, denied);
-    let body = if head.uri.query().is_some_and(asks_to_explain) {
+    let body = if explains {
         json::explained_body(&decisions, |policy, key| active.shown_key(policy, key.to_owned()))
     } else {
         json::decisions_body(&decisions)
@@ -347,9 +348,21 @@ async fn decide(
     Ok(json_response(status, headers, body))
 }
 
-/// Returns whether a query string has `explain`, as a flag or as `explain=true`.
-fn asks_to_explain(query: &str) -> bool {
-    query.split('&').any(|part| matches!(part, "explain" | "explain=" | "explain=true"))
+/// Returns whether a query string has `explain`, as a flag or as `explain=true`. Other parameters
+/// are ignored.
+fn asks_to_explain(query: &str) -> Result<bool, Problem> {
+    let mut explains = false;
+    for part in query.split('&') {
+        explains = match part.split_once('=').unwrap_or((part, "true")) {
+            ("explain", "true") => true,
+            ("explain", "false") => false,
+            ("explain", _) => {
+                return Err(Problem::bad_request("explain is true or false: /v1/acquire?explain"));
+            }
+            _ => explains,
+        };
+    }
+    Ok(explains)
 }
 
 /// Adds the rate limit headers. Only a denied request has `Retry-After`: the responses of peeks and

@@ -190,6 +190,11 @@ impl ActiveConfig {
         Ok(())
     }
 
+    /// Returns whether Envoy's requests bring the limits that count under this name.
+    pub(crate) fn is_limit_of_requests(&self, name: &str) -> bool {
+        Unit::ALL.into_iter().any(|unit| override_name(self.envoy.algorithm, unit) == name)
+    }
+
     /// Returns the limits of Envoy's rules, or of the limits that its requests bring, that count
     /// under this name.
     fn envoy_limits(&self, policy: &str) -> Vec<Limit> {

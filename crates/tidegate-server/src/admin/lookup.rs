@@ -8,6 +8,7 @@ use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query as UrlQuery, State};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt as _;
+use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::{
     Action, Charge, Decision, Error, Key, KeySource, Mode, Policy, Query, Quota, ShowKeys, Source,
@@ -127,6 +128,10 @@ fn targets<'a>(
     if let Some(only) = only
         && rules().next().is_none()
     {
+        if active.is_limit_of_requests(only) {
+            let detail = "Envoy's requests bring this limit, so only they can look it up";
+            return Err(Problem::new(StatusCode::NOT_FOUND, detail));
+        }
         active.limiter.policy(only).map_err(Problem::from)?;
     }
     let policies = active.policies().iter().filter(|policy| is_wanted(policy.name()));

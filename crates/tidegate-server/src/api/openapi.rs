@@ -58,6 +58,8 @@ pub(super) fn document() -> Vec<u8> {
             schema.extend(bounds);
         }
     }
+    let entry = &mut api["components"]["schemas"]["PolicyDecisionBody"]["allOf"][1];
+    entry["properties"]["key"]["maxLength"] = json!(MAX_KEY_BYTES);
     let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][1];
     decisions["properties"]["decisions"]["maxItems"] = json!(MAX_CHARGES);
     let parameters = &mut api["paths"]["/v1/forward-auth"]["get"]["parameters"];

@@ -99,7 +99,7 @@ impl GatewayCommand {
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
                      \x20 gateway  {}   to {upstreams}\n\
-                     \x20 admin    {}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
+                     \x20 admin    {}   (dashboard at /, /metrics, /readyz, /v1/lookup)\n",
                     env!("CARGO_PKG_VERSION"),
                     gateway.shown(scheme),
                     admin.shown(admin_scheme),

@@ -101,7 +101,7 @@ fn banner(
          \n\
          \x20 API    {}\n\
          \x20 Envoy  {}\n\
-         \x20 admin  {}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n\
+         \x20 admin  {}   (dashboard at /, /metrics, /readyz, /v1/lookup)\n\
          \n\
          Try it:\n\
          \x20 curl -i {}{ca_flag}{token_flag}-d '{request}' {}\n",

@@ -99,7 +99,8 @@ fn without_waits(name: &str, value: &str) -> String {
 /// Returns the keys and counters of a running service.
 pub(crate) fn read_admin(service: &Service) -> (BTreeSet<(String, String)>, BTreeMap<String, u64>) {
     let hot = service.admin("/v1/hot-keys?limit=1000").json();
-    let lists = ["allowed", "denied"].map(|list| hot[list].as_array().expect("a list").clone());
+    let lists = ["allowed", "denied", "shadow_denied"];
+    let lists = lists.map(|list| hot[list].as_array().expect("a list").clone());
     let text = |value: &serde_json::Value| value.as_str().expect("text").to_owned();
     let keys = lists.iter().flatten().map(|hot| (text(&hot["policy"]), text(&hot["key"])));
     let metrics = service.admin("/metrics").body;

@@ -87,7 +87,8 @@ descriptors:
         json!({
             "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
             "burst": limit, "key": key, "mode": mode, "on_store_failure": "local",
-            "show_keys": "plain", "overrides": 0,
+            "show_keys": "plain", "overrides": [], "override_count": 0, "match": {}, "cost": 1,
+            "missing_key": "skip", "count_denied": false, "encoding": null,
         })
     };
     let mut each_user = rule("edge.tenant.user", 1, 7_200_000, &["tenant", "user"], "enforce");
@@ -125,6 +126,14 @@ async fn reset_hot_keys(service: &Service, client: &mut Client) {
         let body = json!({"policy": policy, "key": key}).to_string();
         request(&service.admin, "POST", "/v1/reset", &[], body.as_bytes()).status
     };
+    // Both are found: the listed key of a counter, and the value of the rule's only entry.
+    for key in ["edge%7Cpath=/api/x", "/api/x"] {
+        let found = service.admin(&format!("/v1/lookup?key={key}")).json();
+        assert_eq!(found["found"], json!(true), "{found}");
+        let [result] = &found["results"].as_array().expect("a list")[..] else { panic!("{found}") };
+        assert_eq!(result["key"], json!("edge|path=/api/x"), "{found}");
+        assert_eq!((&result["allowed"], &result["remaining"]), (&json!(false), &json!(0)));
+    }
     for hot in denied {
         assert_eq!(reset(&hot["policy"], &hot["key"]), 204, "{hot}");
     }

@@ -101,7 +101,9 @@ fn rebound_name_reads_and_changes_nothing() {
     exhaust(&service);
     let host = format!("evil.example:{}", port(&service.admin));
     let origin = format!("http://{host}");
-    for path in ["/v1/hot-keys", "/v1/policies", "/metrics"] {
+    for path in
+        ["/v1/hot-keys", "/v1/policies", "/v1/status", "/v1/live", "/v1/lookup?key=k", "/metrics"]
+    {
         let response = send(&service.admin, "GET", path, &host, &[], "");
         assert_eq!(response.status, 403, "{path}");
         assert!(response.body.contains("allowed_hosts"), "{response:?}");
@@ -218,8 +220,14 @@ fn token_is_protection_enough() {
     let page = send(&service.http, "POST", "/v1/peek", &service.http, &headers[1..], query);
     assert_eq!(page.status, 401);
     let headers = [("Authorization", "Bearer two"), EVIL, CROSS_SITE, TEXT];
-    let served = send(&service.admin, "POST", "/v1/reset", "tidegate.example", &headers, RESET);
+    let refused = send(&service.admin, "POST", "/v1/reset", "tidegate.example", &headers, RESET);
+    assert_eq!(refused.status, 403, "a page of another origin changes nothing: {refused:?}");
+    // The dashboard, by any name of this host: the token protects against rebinding.
+    let own = [headers[0], ("Origin", "http://tidegate.example"), JSON];
+    let served = send(&service.admin, "POST", "/v1/reset", "tidegate.example", &own, RESET);
     assert_eq!(served.status, 204, "{served:?}");
+    let read = [headers[0], EVIL, CROSS_SITE];
+    assert_eq!(send(&service.admin, "GET", "/v1/status", "a.example", &read, "").status, 200);
 }
 
 #[test]

@@ -330,9 +330,12 @@ fn openapi_has_the_server_and_the_bounds_of_all_values() {
     }
     assert!(unbounded.is_empty(), "{unbounded:#?}");
     for path in api["paths"].as_object().expect("paths").values() {
-        for parameter in path["get"]["parameters"].as_array().into_iter().flatten() {
+        let parameters = ["get", "post"].map(|method| path[method]["parameters"].as_array());
+        for parameter in parameters.into_iter().flatten().flatten() {
             let schema = &parameter["schema"];
-            assert!(schema.get("enum").or(schema.get("maxLength")).is_some(), "{parameter}");
+            let is_flag = schema["type"].to_string().contains("boolean");
+            let is_bounded = schema.get("enum").or(schema.get("maxLength")).is_some();
+            assert!(is_flag || is_bounded, "{parameter}");
         }
     }
 }

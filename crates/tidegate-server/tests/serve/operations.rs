@@ -27,7 +27,14 @@ fn api_and_admin_have_separate_tokens() {
     assert_eq!(send("Basic open-sesame").status, 401);
     assert_eq!(send("Bearer open-sesame").status, 200);
     assert_eq!(send("bearer open-sesame").status, 200);
-    for guarded in ["/metrics", "/v1/policies", "/v1/hot-keys"] {
+    for guarded in [
+        "/metrics",
+        "/v1/policies",
+        "/v1/hot-keys",
+        "/v1/status",
+        "/v1/history",
+        "/v1/lookup?key=u1",
+    ] {
         assert_eq!(service.admin(guarded).status, 401, "{guarded}");
         let authorized =
             request(&service.admin, "GET", guarded, &[("Authorization", "Bearer hunter2")], b"");

@@ -3,7 +3,17 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 35] = [
+pub(super) const DOOR_PROBES: [Probe; 37] = [
+    Probe {
+        place: "/log_denials",
+        valid: &["{}", "null", r#"{"ratio": 0.5}"#],
+        invalid: &["true", "[]", r#"{"rate": 1}"#, r#"{"ratio": 1.5}"#, r#"{"ratio": -0.1}"#],
+    },
+    Probe {
+        place: "/log_denials/max_per_second",
+        valid: &["1", "10000", "null"],
+        invalid: &["0", "10001", "1.5", r#""5""#],
+    },
     Probe {
         place: "/listen",
         valid: &[

@@ -11,7 +11,7 @@ pub(super) struct Probe {
 /// Document with every section that the probes change.
 pub(super) const BASE: &str = r#"{
     "listen": {}, "store": {"redis": "redis://h"}, "client_ip": {}, "auth": {}, "headers": {},
-    "envoy": {}, "gateway": {"cors": {"allow_origins": ["*"]}},
+    "envoy": {}, "gateway": {"cors": {"allow_origins": ["*"]}}, "log_denials": {},
     "attributes": ["tenant"],
     "policies": [{"name": "a", "limit": 10, "window": "60s"}]
 }"#;

@@ -1,0 +1,61 @@
+use serde_json::{Value, json};
+
+use super::metric;
+use super::support::{Service, request};
+
+const POLICIES: &str = "policies:\n  - {name: per-user, limit: 1, window: 1h}\n";
+
+fn is_successful(service: &Service) -> bool {
+    metric(service, "tidegate_config_last_reload_successful ") > 0.5
+}
+
+#[test]
+fn failed_reload_shows_its_file_and_line_until_one_succeeds() {
+    let service = Service::start(POLICIES);
+    let loaded_at = || metric(&service, "tidegate_config_last_reload_success_timestamp_seconds ");
+    let reload = || service.admin("/v1/status").json()["reload"].clone();
+    assert!(is_successful(&service));
+    let start = reload();
+    let good = std::fs::read_to_string(service.file()).expect("the file");
+    let bad = good.replace("limit: 1", "limit: many");
+    std::fs::write(service.file(), &bad).expect("written");
+    service.wait_until("the reload fails", |service| !is_successful(service));
+    let failed = reload();
+    assert_eq!(failed["ok"], json!(false));
+    assert!(failed["at_ms"].as_u64() >= start["config_loaded_at_ms"].as_u64(), "{failed}");
+    let error = &failed["error"];
+    assert_eq!(error["file"], json!(service.file()), "{failed}");
+    let line = 1 + bad.lines().position(|line| line.contains("many")).expect("the line");
+    assert_eq!(error["line"], json!(line), "{failed}");
+    assert!(error["column"].as_u64() > Some(1), "{failed}");
+    assert!(error["message"].as_str().is_some_and(|it| it.contains("limit")), "{failed}");
+    assert_eq!(failed["config_loaded_at_ms"], start["config_loaded_at_ms"]);
+    assert!(loaded_at() > 1e9);
+    assert_eq!(service.acquire(&json!({"policy": "per-user", "key": "k"})).status, 200);
+
+    std::fs::write(service.file(), good.replace("limit: 1", "limit: 7")).expect("written");
+    service.wait_until("the reload succeeds", is_successful);
+    let succeeded = reload();
+    assert_eq!((&succeeded["ok"], &succeeded["error"]), (&json!(true), &Value::Null));
+    assert_eq!(succeeded["config_loaded_at_ms"], succeeded["at_ms"]);
+    assert_eq!(service.admin("/v1/policies").json()[0]["limit"], json!(7));
+}
+
+#[test]
+fn error_of_a_reload_that_needs_a_restart_has_no_line() {
+    let config = "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '0.0.0.0:0'}\n\
+                  auth: {admin_token: hunter2}\n";
+    let service = Service::start(&format!("{config}{POLICIES}"));
+    let token = [("Authorization", "Bearer hunter2")];
+    let status = |service: &Service| {
+        let address = service.admin.replace("0.0.0.0", "127.0.0.1");
+        request(&address, "GET", "/v1/status", &token, b"").json()
+    };
+    let open = "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\n";
+    std::fs::write(service.file(), format!("{open}{POLICIES}")).expect("written");
+    service
+        .wait_until("the reload fails", |service| status(service)["reload"]["ok"] == json!(false));
+    let error = status(&service)["reload"]["error"].clone();
+    assert_eq!((&error["line"], &error["file"]), (&Value::Null, &json!(service.file())), "{error}");
+    assert!(error["message"].as_str().is_some_and(|it| it.contains("admin_token")), "{error}");
+}
