@@ -148,6 +148,8 @@ pub(super) struct LookupResult {
     pub(super) policy: String,
     pub(super) mode: Option<String>,
     pub(super) limit: Option<u64>,
+    /// Units of which `remaining` are left; a bucket has its burst.
+    pub(super) capacity: Option<u64>,
     pub(super) allowed: Option<bool>,
     pub(super) remaining: Option<u64>,
     pub(super) retry_after_ms: Option<u64>,

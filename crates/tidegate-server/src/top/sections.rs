@@ -210,9 +210,9 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
             (None, _) => (style::ALLOWED, "allowed"),
         };
         let mut items = vec![(state_style, state.to_owned())];
-        if let (Some(remaining), Some(limit)) = (result.remaining, result.limit) {
-            let (remaining, limit) = (text::count(remaining), text::count(limit));
-            items.push((PLAIN, format!("{remaining} of {limit} left")));
+        if let (Some(remaining), Some(all)) = (result.remaining, result.capacity.or(result.limit)) {
+            let (remaining, all) = (text::count(remaining), text::count(all));
+            items.push((PLAIN, format!("{remaining} of {all} left")));
         }
         if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
             items.push((PLAIN, format!("free in {}", text::duration(wait))));

@@ -145,7 +145,7 @@ fn outage_and_failed_reload_stand_out() {
 #[test]
 fn looked_up_key_shows_denials_first() {
     let lookup: Lookup = serde_json::from_value(json!({"key": "ann", "results": [
-        {"policy": "a", "mode": "enforce", "limit": 100, "allowed": true, "remaining": 97,
+        {"policy": "a", "mode": "enforce", "limit": 10, "capacity": 100, "allowed": true, "remaining": 97,
          "retry_after_ms": 0, "reason": "3 of 100 units used."},
         {"policy": "b", "mode": "enforce", "limit": 5, "allowed": false, "remaining": 0,
          "retry_after_ms": 61_000, "reason": "5 of 5 units used."},
