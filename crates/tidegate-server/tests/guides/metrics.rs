@@ -84,4 +84,20 @@ fn the_reference_has_exactly_the_metrics_of_the_service() {
     assert!(missing.is_empty(), "not in docs/metrics.md: {missing:?}");
     assert!(invented.is_empty(), "only in docs/metrics.md: {invented:?}");
     assert_eq!(documented, found, "labels");
+    let pages = std::fs::read_dir(root().join("docs")).expect("a folder");
+    for path in pages.map(|entry| entry.expect("an entry").path()) {
+        let page = std::fs::read_to_string(&path).unwrap_or_default();
+        let unknown: Vec<_> = named(&page).filter(|name| !found.contains_key(*name)).collect();
+        assert!(unknown.is_empty(), "{}: no such metrics: {unknown:?}", path.display());
+    }
+}
+
+/// Returns the metrics that the text of a page names as code, such as "`tidegate_store_up`".
+fn named(page: &str) -> impl Iterator<Item = &str> {
+    let code = page.split('`').skip(1).step_by(2);
+    let names = code.map(|code| code.split('{').next().unwrap_or_default());
+    names.filter(|name| {
+        let has_prefix = name.starts_with("tidegate_") || name.starts_with("process_");
+        has_prefix && name.chars().all(|c| c.is_ascii_lowercase() || c == '_')
+    })
 }
