@@ -144,8 +144,9 @@ fn line_matches(pattern: &str, line: &str) -> bool {
 
 #[test]
 fn steps_are_files_services_and_commands() {
-    let page = "Save as `a.yaml`:\n\n```yaml\nx: 1\n```\n\n```sh\ntidegate serve --config a.yaml\n```\n\
-        ```console\n$ echo a \\\n  b\na b\n$ true\n```\n<!-- not run: takes minutes -->\n```sh\nmake\n```\n";
+    let page = "Save as `a.yaml`:\n\n```yaml\nx: 1\n```\n\n```sh\ntidegate serve --config a.yaml\n\
+        ```\n```console\n$ echo a \\\n  b\na b\n$ true\n```\n\
+        <!-- not run: takes minutes -->\n```sh\nmake\n```\n";
     let run = |command: &str, output: &str| Action::Run {
         command: command.to_owned(),
         output: Some(output.to_owned()),
