@@ -31,8 +31,10 @@ const SERVICES: [(&str, &str); 5] = [
     ("envoy", "telnet://127.0.0.1:8000"),
 ];
 
-/// Returns the steps of a page.
+/// Returns the steps of a page. The binary that was just built takes the place of `cargo run`.
 pub(crate) fn steps(page: &str) -> Vec<Step> {
+    let page = page.replace("cargo run --release --quiet --", "tidegate");
+    let page = page.replace("cargo run --release --", "tidegate");
     let mut steps = Vec::new();
     let mut lines = page.lines().enumerate();
     // Last line of text before a block.
