@@ -54,7 +54,8 @@ impl TopOptions {
 enum Update {
     Event(Event),
     Lost(String),
-    LookedUp(Result<Lookup, String>),
+    /// Answer for this key.
+    LookedUp(String, Result<Lookup, String>),
 }
 
 /// Shows the view until the user ends it.
@@ -73,7 +74,8 @@ pub(crate) async fn run(client: Client, options: TopOptions) -> anyhow::Result<(
     if options.json || !terminal::can_draw() {
         print_blocks(view, updates, options).await
     } else {
-        let session = Session { client, sender, view, options, mode: Mode::Overview };
+        let mode = Mode::Overview;
+        let session = Session { client, sender, view, options, mode, is_looking_up: false };
         session.run(updates).await
     }
 }
@@ -164,7 +166,7 @@ async fn print_blocks(
                     }
                     view.lost = Some(error);
                 }
-                Some(Update::LookedUp(_)) => {}
+                Some(Update::LookedUp(..)) => {}
                 None => bail!("the connection ended"),
             },
         }
@@ -176,9 +178,8 @@ enum Mode {
     Overview,
     /// The user types a key.
     Prompt(String),
-    /// The service is asked for this key.
-    LookingUp(String),
-    LookedUp(Result<Lookup, String>),
+    /// The state of this key, once the service has answered. It is asked again per interval.
+    Key(String, Option<Result<Lookup, String>>),
 }
 
 /// View in a terminal.
@@ -188,6 +189,8 @@ struct Session {
     view: View,
     options: TopOptions,
     mode: Mode,
+    /// Whether a request for a key has no answer yet.
+    is_looking_up: bool,
 }
 
 impl Session {
@@ -206,7 +209,10 @@ impl Session {
                 _ = interrupted.recv() => return Ok(()),
                 _ = terminated.recv() => return Ok(()),
                 _ = resized.recv() => true,
-                _ = ticks.tick() => true,
+                _ = ticks.tick() => {
+                    self.look_up();
+                    true
+                }
                 key = keys.recv(), if has_keys => match key {
                     Some(Key::Interrupt) => return Ok(()),
                     Some(Key::Character('q' | 'Q')) if !self.is_typing() => return Ok(()),
@@ -247,9 +253,13 @@ impl Session {
                 self.view.lost = Some(error);
                 Ok(true)
             }
-            Update::LookedUp(result) => {
-                if matches!(self.mode, Mode::LookingUp(_)) {
-                    self.mode = Mode::LookedUp(result);
+            Update::LookedUp(key, result) => {
+                self.is_looking_up = false;
+                match &mut self.mode {
+                    Mode::Key(shown, answer) if *shown == key => *answer = Some(result),
+                    // The user has typed another key meanwhile.
+                    Mode::Key(..) => self.look_up(),
+                    Mode::Overview | Mode::Prompt(_) => {}
                 }
                 Ok(true)
             }
@@ -269,8 +279,8 @@ impl Session {
             }
             (Mode::Prompt(text), Key::Clear) => text.clear(),
             (Mode::Prompt(text), Key::Enter) if !text.is_empty() => {
-                let key = std::mem::take(text);
-                self.look_up(key);
+                self.mode = Mode::Key(std::mem::take(text), None);
+                self.look_up();
             }
             (_, Key::Escape | Key::Enter) => self.mode = Mode::Overview,
             (_, Key::Character('/' | 'k')) => self.mode = Mode::Prompt(String::new()),
@@ -278,23 +288,30 @@ impl Session {
         }
     }
 
-    fn look_up(&mut self, key: String) {
-        let (client, sender) = (Arc::clone(&self.client), self.sender.clone());
-        self.mode = Mode::LookingUp(key.clone());
+    /// Asks for the key that is shown, unless a request is in flight.
+    fn look_up(&mut self) {
+        let Mode::Key(key, _) = &self.mode else { return };
+        if std::mem::replace(&mut self.is_looking_up, true) {
+            return;
+        }
+        let (client, sender, key) = (Arc::clone(&self.client), self.sender.clone(), key.clone());
         tokio::spawn(async move {
             let result = client.lookup(&key).await.map_err(|error| format!("{error:#}"));
-            let _ = sender.send(Update::LookedUp(result)).await;
+            let _ = sender.send(Update::LookedUp(key, result)).await;
         });
     }
 
     fn lines(&self, size: draw::Size) -> Vec<Line> {
         let body = match &self.mode {
             Mode::Overview | Mode::Prompt(_) => None,
-            Mode::LookingUp(key) => {
+            Mode::Key(key, None) => {
                 Some(vec![Line::labelled("key ").with(style::NOTE, key).with(DIM, "  …")])
             }
-            Mode::LookedUp(Ok(lookup)) => Some(sections::looked_up(lookup, size.columns)),
-            Mode::LookedUp(Err(error)) => Some(vec![Line::default().with(style::ERROR, error)]),
+            Mode::Key(_, Some(Ok(lookup))) => Some(sections::looked_up(lookup, size.columns)),
+            Mode::Key(key, Some(Err(error))) => Some(vec![
+                Line::labelled("key ").with(style::NOTE, key),
+                Line::default().with(style::ERROR, error),
+            ]),
         };
         let footer = match &self.mode {
             Mode::Overview => Line::default().with(DIM, "q quit   / look up a key"),
@@ -305,9 +322,7 @@ impl Session {
                 let end: String = text.chars().skip(start).collect();
                 Line::labelled("key: ").with(PLAIN, &end).with(style::NOTE, "_")
             }
-            Mode::LookingUp(_) | Mode::LookedUp(_) => {
-                Line::default().with(DIM, "q quit   / look up a key   Esc back")
-            }
+            Mode::Key(..) => Line::default().with(DIM, "q quit   / look up a key   Esc back"),
         };
         draw::screen(&self.view, self.options.samples(), size, body.as_deref(), footer)
     }

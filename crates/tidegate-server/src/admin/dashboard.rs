@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri, header};
 
 use super::CROSS_ORIGIN_RESOURCE_POLICY;
 use crate::api::not_found;
+use crate::key_hash;
 
 /// The page may load only its own script and style, and call only this listener. Nothing may embed
 /// it.
@@ -26,18 +27,18 @@ const CROSS_ORIGIN_OPENER_POLICY: HeaderName =
 /// File of the dashboard.
 struct Asset {
     content_type: &'static str,
-    content: &'static [u8],
+    content: &'static str,
     compressed: Bytes,
+    /// Hash of the content.
     etag: String,
 }
 
 impl Asset {
-    fn new(content_type: &'static str, content: &'static [u8]) -> Self {
+    fn new(content_type: &'static str, content: &'static str) -> Self {
         let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-        let compressed = encoder.write_all(content).and_then(|()| encoder.finish());
-        let hash = ring::digest::digest(&ring::digest::SHA256, content);
-        let hex: String = hash.as_ref().iter().take(12).map(|byte| format!("{byte:02x}")).collect();
-        Self { content_type, content, compressed: compressed.unwrap_or_default().into(), etag: hex }
+        let compressed = encoder.write_all(content.as_bytes()).and_then(|()| encoder.finish());
+        let compressed = compressed.unwrap_or_default().into();
+        Self { content_type, content, compressed, etag: key_hash::of(content) }
     }
 
     fn response(&self, request: &HeaderMap) -> Response {
@@ -79,13 +80,13 @@ impl Asset {
 }
 
 static PAGE: LazyLock<Asset> = LazyLock::new(|| {
-    Asset::new("text/html; charset=utf-8", include_bytes!("../../dashboard/dist/index.html"))
+    Asset::new("text/html; charset=utf-8", include_str!("../../dashboard/dist/index.html"))
 });
 static SCRIPT: LazyLock<Asset> = LazyLock::new(|| {
-    Asset::new("text/javascript; charset=utf-8", include_bytes!("../../dashboard/dist/app.js"))
+    Asset::new("text/javascript; charset=utf-8", include_str!("../../dashboard/dist/app.js"))
 });
 static STYLE: LazyLock<Asset> = LazyLock::new(|| {
-    Asset::new("text/css; charset=utf-8", include_bytes!("../../dashboard/dist/app.css"))
+    Asset::new("text/css; charset=utf-8", include_str!("../../dashboard/dist/app.css"))
 });
 
 pub(super) async fn page(headers: HeaderMap) -> Response {

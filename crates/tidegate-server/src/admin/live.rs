@@ -108,13 +108,13 @@ impl Live {
     }
 
     /// Adds a sample to the history, and sends it with what else has changed.
-    pub(super) fn publish(&self, sample: Arc<str>, state: &ServerState) {
-        let number = self.history().push(Arc::clone(&sample));
+    pub(super) fn publish(&self, sample: &Arc<str>, state: &ServerState) {
+        let number = self.history().push(Arc::clone(sample));
         if self.streams.load(Ordering::Relaxed) == 0 {
             return;
         }
         let mut text = String::with_capacity(sample.len() + 64);
-        push_event(&mut text, "sample", &sample);
+        push_event(&mut text, "sample", sample);
         let mut last = lock(&self.last_sent);
         let status = Status::new(state, &self.node_latency());
         if !last.status.as_ref().is_some_and(|parts| status.has_parts(parts)) {
@@ -292,7 +292,7 @@ mod tests {
             assert_eq!(opening.iter().map(address).collect::<Vec<_>>(), first);
         }
         for sample in ["1", "2", "3"] {
-            live.publish(sample.into(), &state);
+            live.publish(&sample.into(), &state);
             let mut sent = Vec::new();
             for (stream, _) in &mut streams {
                 sent.push(stream.next().await.expect("events"));
@@ -308,7 +308,7 @@ mod tests {
         let (mut slow, _) = open(&live, &state).await;
         let (mut fast, _) = open(&live, &state).await;
         for number in 0..100 {
-            live.publish(number.to_string().into(), &state);
+            live.publish(&number.to_string().into(), &state);
             assert!(fast.next().await.is_some());
         }
         let resumed = slow.next().await.expect("the state");

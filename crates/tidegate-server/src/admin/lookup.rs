@@ -11,14 +11,15 @@ use futures_util::StreamExt as _;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::{
-    Action, Charge, Decision, Error, Key, KeySource, Mode, Policy, Query, Quota, ShowKeys, Source,
+    Action, Charge, Decision, Error, Key, KeySource, Mode, Policy, PolicyDecision, Query, Quota,
+    ShowKeys, Source,
 };
 
 use super::Admin;
 use super::reset::listed_key;
 use crate::api::problem::Problem;
 use crate::duration::{millis, millis_rounded_up};
-use crate::envoy::rules::{Limit, Rule, RuleMode, counter_key};
+use crate::envoy::rules::{CounterParts, Limit, Rule, RuleMode, parse_counter_key};
 use crate::key_hash;
 use crate::logs;
 use crate::state::{ActiveConfig, ServerState};
@@ -136,7 +137,9 @@ fn targets<'a>(
     }
     let policies = active.policies().iter().filter(|policy| is_wanted(policy.name()));
     let of_policies = policies.filter_map(|policy| of_policy(state, active, policy, key));
-    let of_rules = rules().filter_map(|rule| of_rule(state, active, rule, key, only.is_some()));
+    let is_domain = |counter: &CounterParts| active.envoy.rules.domains().any(|it| it == counter.0);
+    let counter = parse_counter_key(key).filter(is_domain);
+    let of_rules = rules().filter_map(|rule| of_rule(state, active, rule, key, counter.as_ref()));
     Ok(of_policies.chain(of_rules).collect())
 }
 
@@ -169,29 +172,29 @@ fn of_policy<'a>(
     })
 }
 
-/// Returns the count of a key under a rule of Envoy. The key is that of a counter, as the hot keys
-/// list it, or the value of the rule's only entry.
+/// Returns the count of a key under a rule of Envoy: of the counter that has this descriptor or, if
+/// there is none, of the descriptor whose only entry has the key as its value.
 fn of_rule<'a>(
     state: &ServerState,
     active: &ActiveConfig,
     rule: &'a Rule,
     key: &str,
-    is_named: bool,
+    counter: Option<&CounterParts>,
 ) -> Option<Target<'a>> {
     let Limit::Quota(_, quota) = &rule.limit else { return None };
     let rules = &active.envoy.rules;
-    let by_value = || {
-        let [entry] = rule.keys.as_slice() else { return None };
-        let matched =
-            rules.domains().filter_map(|domain| rules.find(domain, [(entry.as_str(), key)]));
-        matched.into_iter().find(|found| std::ptr::eq(found.rule, rule)).map(|found| found.key)
+    let find = |domain: &str, entries: &[(&str, &str)]| {
+        let found = rules.find(domain, entries.iter().copied())?;
+        std::ptr::eq(found.rule, rule).then_some(found.key)
     };
     let key = if is_hash_of(key, rule.show_keys()) {
         listed_key(state, active, &rule.path, key)?
-    } else if is_counter_of(rules.domains(), rule, key) {
-        key.to_owned()
+    } else if let Some((domain, entries)) = counter {
+        let entries = entries.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+        find(domain, &entries.collect::<Vec<_>>())?
     } else {
-        by_value().or_else(|| is_named.then(|| key.to_owned()))?
+        let [entry] = rule.keys.as_slice() else { return None };
+        rules.domains().find_map(|domain| find(domain, &[(entry, key)]))?
     };
     let mode = if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode };
     Some(Target {
@@ -206,18 +209,6 @@ fn of_rule<'a>(
 
 fn is_hash_of(key: &str, show_keys: ShowKeys) -> bool {
     show_keys == ShowKeys::Hashed && key_hash::is_hash(key)
-}
-
-/// Returns whether a key has the form of the counters of a rule: `domain|key=value|…`.
-fn is_counter_of<'a>(mut domains: impl Iterator<Item = &'a str>, rule: &Rule, key: &str) -> bool {
-    let mut parts = key.split('|');
-    let domain = parts.next().unwrap_or_default();
-    let names = parts.map(|part| part.split_once('=').map_or(part, |(name, _)| name));
-    names.eq(rule.keys.iter().map(String::as_str))
-        && domains.any(|known| {
-            counter_key(known, []) == domain
-                && rule.path.strip_prefix(known).is_some_and(|rest| rest.starts_with('.'))
-        })
 }
 
 impl Target<'_> {
@@ -257,7 +248,7 @@ impl Target<'_> {
         if active.policies().get(self.policy).is_some() {
             let query = Query::policy(self.policy, &self.key).with_cost(1);
             let decisions = active.limiter.decide(Action::Peek, query).await?;
-            let decision = decisions.iter().next().map(|entry| entry.decision());
+            let decision = decisions.iter().next().map(PolicyDecision::decision);
             // A policy in shadow mode whose store fails is left out.
             if let Some(decision) = decision {
                 return Ok(decision);

@@ -113,7 +113,7 @@ impl Sampler {
             let sample = self.sample(Instant::now());
             let node_latency = self.node_latency();
             self.live.set_node_latency(node_latency);
-            self.live.publish(sample.into(), &self.state);
+            self.live.publish(&sample.into(), &self.state);
         }
     }
 

@@ -22,7 +22,7 @@ mod metadata;
 mod names;
 mod raw;
 
-pub(crate) use names::{counter_key, metric_name, override_name};
+pub(crate) use names::{CounterParts, counter_key, metric_name, override_name, parse_counter_key};
 
 #[cfg(test)]
 mod tests;

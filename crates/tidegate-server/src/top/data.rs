@@ -146,6 +146,8 @@ pub(crate) struct Lookup {
 #[serde(default)]
 pub(super) struct LookupResult {
     pub(super) policy: String,
+    /// Key that is counted, such as the network of an address.
+    pub(super) key: Option<String>,
     pub(super) mode: Option<String>,
     pub(super) limit: Option<u64>,
     /// Units of which `remaining` are left; a bucket has its burst.

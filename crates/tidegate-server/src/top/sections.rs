@@ -217,6 +217,9 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
         if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
             items.push((PLAIN, format!("free in {}", text::duration(wait))));
         }
+        if let Some(key) = result.key.as_ref().filter(|key| **key != lookup.key) {
+            items.push((DIM, format!("counted as {key}")));
+        }
         lines.push(Line::default().column(PLAIN, &result.policy, width).items(&items, columns));
         if let Some(reason) = result.error.as_ref().or(result.reason.as_ref()) {
             lines.push(Line::default().with(DIM, "  ").with(DIM, reason));

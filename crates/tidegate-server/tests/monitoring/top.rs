@@ -9,8 +9,8 @@ use crate::terminal::{ENTER, Terminal};
 
 /// Policy `per-user` denies most requests, `trial` would.
 const POLICIES: &str = "policies:\n  \
-    - {name: per-user, limit: 5, window: 1h}\n  \
-    - {name: trial, limit: 5, window: 1h, mode: shadow}\n";
+    - {name: per-user, key: [header.x-user-id], limit: 5, window: 1h}\n  \
+    - {name: trial, key: [header.x-user-id], limit: 5, window: 1h, mode: shadow}\n";
 
 fn top(arguments: &[&str]) -> Output {
     command(arguments).output().expect("the binary runs")
@@ -82,6 +82,12 @@ fn terminal_shows_the_service_and_looks_a_key_up() {
     terminal.press("\x7f2\r");
     terminal.wait_for("the key is looked up", |screen| {
         screen.contains("key user2  0 of 2 policies deny it") && screen.contains("5 of 5 left")
+    });
+    for _ in 0..6 {
+        service.acquire(&json!({"policy": "per-user", "key": "user2"}));
+    }
+    terminal.wait_for("the denial is shown, and when it ends", |screen| {
+        screen.contains("key user2  1 of 2 policies deny it") && screen.contains("free in 59m")
     });
     terminal.press("\x1b");
     terminal.wait_for("the overview is back", |screen| screen.contains("denied keys"));

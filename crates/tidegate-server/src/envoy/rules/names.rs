@@ -26,6 +26,33 @@ pub(crate) fn counter_key<'a>(
     shortened(text)
 }
 
+/// Domain of a descriptor, and the keys and values of its entries.
+pub(crate) type CounterParts = (String, Vec<(String, String)>);
+
+/// Returns the descriptor of a counter's key; `None` if it is not one, or was shortened.
+pub(crate) fn parse_counter_key(key: &str) -> Option<CounterParts> {
+    let mut parts = key.split('|');
+    let domain = unescaped(parts.next()?)?;
+    let entry = |part: &str| {
+        let (key, value) = part.split_once('=')?;
+        Some((unescaped(key)?, unescaped(value)?))
+    };
+    let entries = parts.map(entry).collect::<Option<Vec<_>>>()?;
+    (!entries.is_empty()).then_some((domain, entries))
+}
+
+/// Reverses [`push_escaped`].
+fn unescaped(part: &str) -> Option<String> {
+    let mut pieces = part.split('%');
+    let mut bytes = pieces.next()?.as_bytes().to_vec();
+    for piece in pieces {
+        let (code, rest) = piece.split_at_checked(2)?;
+        bytes.push(u8::from_str_radix(code, 16).ok()?);
+        bytes.extend_from_slice(rest.as_bytes());
+    }
+    String::from_utf8(bytes).ok()
+}
+
 /// Returns the name in metrics, in the format of ratelimit's statistics: `domain.key_value.key`.
 pub(crate) fn metric_name<'a>(
     domain: &str,
@@ -86,4 +113,25 @@ fn shortened(text: String) -> String {
 /// Returns the name of a node below its parent.
 pub(super) fn composite(key: &str, value: &str) -> String {
     if value.is_empty() { key.to_owned() } else { format!("{key}_{value}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn key_of_a_counter_is_parsed_into_its_descriptor() {
+        for entries in
+            [vec![("path", "/api/x")], vec![("a|b", "c=d"), ("é%", "\u{1}"), ("empty", "")]]
+        {
+            let key = counter_key("do|main", entries.iter().copied());
+            let (domain, parsed) = parse_counter_key(&key).expect("a descriptor");
+            let parsed = parsed.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+            assert!(domain == "do|main" && parsed.eq(entries), "{key}");
+        }
+        let long = counter_key("domain", [("key", "v".repeat(600).as_str())]);
+        for other in ["ann", "a|b", "a|b=%4", "a|b=%zz", "%C3|a=b", &long] {
+            assert_eq!(parse_counter_key(other), None, "{other}");
+        }
+    }
 }

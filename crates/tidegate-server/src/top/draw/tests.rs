@@ -147,7 +147,7 @@ fn looked_up_key_shows_denials_first() {
     let lookup: Lookup = serde_json::from_value(json!({"key": "ann", "results": [
         {"policy": "a", "mode": "enforce", "limit": 10, "capacity": 100, "allowed": true, "remaining": 97,
          "retry_after_ms": 0, "reason": "3 of 100 units used."},
-        {"policy": "b", "mode": "enforce", "limit": 5, "allowed": false, "remaining": 0,
+        {"policy": "b", "key": "all", "mode": "enforce", "limit": 5, "allowed": false, "remaining": 0,
          "retry_after_ms": 61_000, "reason": "5 of 5 units used."},
         {"policy": "c", "error": "timeout"},
     ]}))
@@ -155,7 +155,7 @@ fn looked_up_key_shows_denials_first() {
     let lines: Vec<String> = sections::looked_up(&lookup, 80).iter().map(Line::to_text).collect();
     let expected = [
         "key ann  1 of 3 policies deny it",
-        "b         denied  0 of 5 left  free in 1m 1s",
+        "b         denied  0 of 5 left  free in 1m 1s  counted as all",
         "  5 of 5 units used.",
         "c         error",
         "  timeout",

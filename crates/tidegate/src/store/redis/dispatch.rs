@@ -190,10 +190,10 @@ impl Round<'_> {
             self.shared.call_sizes.record(decisions.sum());
         }
         let sent = Instant::now();
-        let timed = self.node.calls().start(sent);
+        let measured = self.node.calls().start(sent);
         let replies = self.node.run(&connection, &script_calls, *latest).await;
         let received = Instant::now();
-        timed.end(received);
+        measured.end(received);
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
             let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
             connection.clock().observe(reply.now, sent, received);

@@ -47,7 +47,7 @@ const LATENCIES: &[u64] = &[
 /// Bounds of the number of decisions in one call.
 const CALL_SIZES: &[u64] = &[1, 2, 4, 8, 16, 32, 64, 128, 256];
 
-/// BucketCounters of a [`Distribution`].
+/// Counters of a [`Distribution`].
 #[derive(Debug)]
 pub(super) struct BucketCounters {
     bounds: &'static [u64],
