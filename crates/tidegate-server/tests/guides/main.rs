@@ -18,7 +18,7 @@ struct Page {
     name: &'static str,
     /// Number of steps that it has at least.
     min_steps: usize,
-    /// What it assumes, in the form of a page.
+    /// Steps before its first one, in the form of a page.
     before: &'static str,
 }
 
