@@ -8,7 +8,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
-	accuracy dashboard dashboard-check share release deb cargo-deb
+	accuracy docs mdbook dashboard dashboard-check share release deb cargo-deb
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -114,6 +114,20 @@ fuzz: ## Fuzz the parsers and the gateway (FUZZ_CASES=â€¦ per test; FUZZ_SEED=â€
 		test "$$written" -gt 0 && test "$$found" -ge "$$written" || \
 		{ echo "error: $$written fuzz tests are written, but $$found are selected"; exit 1; }
 	@FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(FUZZ)
+
+# Not part of `make test`, which checks links and commands of the pages without mdBook.
+MDBOOK := 0.5.4
+mdbook:
+	@mdbook --version 2>/dev/null | grep -qF '$(MDBOOK)' || cargo install --quiet --locked --debug \
+		--version $(MDBOOK) --no-default-features --features search mdbook
+
+# Links out of docs/ lead to the repository, because the book has only the pages of docs/.
+REPOSITORY := https://github.com/tidegate/tidegate
+docs: mdbook ## Build the guides as a book, target/book/index.html; fails on a warning
+	@rm -rf target/book-source target/book && mkdir -p target && cp -r docs target/book-source
+	@sed -i -E 's,\]\(\.\./,]($(REPOSITORY)/blob/main/,g' target/book-source/*.md
+	@mdbook build 2>&1 | tee target/book.log; ! grep -E 'WARN|ERROR' target/book.log
+	@test -s target/book/getting-started.html
 
 docs-figures: ## Draw the pictures of docs/figures again, by the commands of figures.txt
 	RENEW=1 cargo test --workspace --locked --test simulate -- figures_of_the_documents

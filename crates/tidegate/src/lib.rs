@@ -208,6 +208,12 @@ mod random;
 #[cfg(feature = "testing")]
 pub mod testing;
 
+/// Guides whose examples compile and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/library.md")]
+#[doc = include_str!("../../../docs/migrating.md")]
+struct Guides;
+
 /// The README's examples compile and run.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]

@@ -86,9 +86,9 @@ fn run(folder: &Path, program: &str, environment: &[(&str, &str)]) -> String {
     text
 }
 
-/// Returns the `[dependencies]` of the README, with this library in place of the one on GitHub.
+/// Returns the `[dependencies]` of the README, with the path of this library.
 fn readme_dependencies() -> String {
-    const SOURCE: &str = "git = \"https://github.com/tidegate/tidegate\"";
+    const SOURCE: &str = "path = \"../tidegate/crates/tidegate\"";
     let block = blocks("toml").into_iter().find(|block| block.contains("[dependencies]"));
     let block = block.expect("the README has a block with dependencies");
     assert!(block.contains(SOURCE), "{block}");

@@ -220,7 +220,7 @@ fn write_files(folder: &Path) {
     let words = DOCUMENTS.iter().flat_map(|document| {
         document.split(|character: char| !character.is_alphanumeric() && !"-_.".contains(character))
     });
-    for name in words.chain(["ca.pem"]) {
+    for name in words.chain(["ca.pem", "ratelimit.yaml"]) {
         let content = match Path::new(name).extension().and_then(OsStr::to_str) {
             Some("pem") if name.ends_with("key.pem") => signed.signing_key.serialize_pem(),
             Some("pem") if name.starts_with("revoked") => revoked.clone(),

@@ -9,8 +9,6 @@ mod support;
 mod alerts;
 /// Dashboard of `deploy/grafana/tidegate.json`.
 mod dashboard;
-/// Names of metrics in the documents.
-mod documents;
 /// A real Prometheus, and load.
 mod prometheus;
 /// A pseudo terminal.
