@@ -294,9 +294,10 @@ mod tests {
             match parser.parse(&input[at..]) {
                 Ok(Parsed::Incomplete) => return (all, Ok(input.len() - at)),
                 Ok(Parsed::Command { length, is_inline }) => {
-                    let arguments = match is_inline {
-                        true => parser.inline_arguments(),
-                        false => parser.arguments(&input[at..]),
+                    let arguments = if is_inline {
+                        parser.inline_arguments()
+                    } else {
+                        parser.arguments(&input[at..])
                     };
                     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
                     all.push(arguments.from(0).map(text).collect());
@@ -340,7 +341,7 @@ mod tests {
             (b"*1\r\n$\r\n", FrameError::BulkLength),
             (b"*1\r\n$1\r\nab\r\n", FrameError::NoLineEnd),
             (big.as_bytes(), FrameError::TooLong),
-            (&[b'a'; MAX_COMMAND_BYTES], FrameError::TooLong),
+            (&vec![b'a'; MAX_COMMAND_BYTES], FrameError::TooLong),
             (b"ECHO \"a\n", FrameError::Quotes),
             (b"ECHO \"a\"b\n", FrameError::Quotes),
             (b"GET / HTTP/1.1\r\n", FrameError::Http),
