@@ -324,7 +324,9 @@ fn envoy_sends_a_token_and_can_fail_closed() {
 fn envoy_gets_metadata_and_shadow_mode_denies_nothing() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let options = "files: [limits/]\n  shadow_mode: true\n  dynamic_metadata: true";
-    let config = changed(&deployed_config(&[]), &[("files: [ratelimit.yaml]", options)]);
+    // Its own rules have no name.
+    let changes = [("files: [ratelimit.yaml]", options), ("{bytes: token-bucket}", "{}")];
+    let config = changed(&deployed_config(&[]), &changes);
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, config).expect("written");
     fs::create_dir(folder.path().join("limits")).expect("a directory");
