@@ -172,8 +172,8 @@ fn of_policy<'a>(
     })
 }
 
-/// Returns the count of a key under a rule of Envoy: of the counter that has this descriptor or, if
-/// there is none, of the descriptor whose only entry has the key as its value.
+/// Returns the count of a key under a rule of Envoy: of the counter that has this descriptor or,
+/// without a descriptor, of the counter whose only entry has the key as its value.
 fn of_rule<'a>(
     state: &ServerState,
     active: &ActiveConfig,
