@@ -268,11 +268,11 @@ fn number(input: &[u8], start: usize) -> Result<Option<(Number, usize)>, ()> {
             b'-' if index == 0 => {
                 let expected = b"-1\r\n";
                 let length = rest.len().min(expected.len());
-                return match rest[..length] == expected[..length] {
-                    true if length < expected.len() => Ok(None),
-                    true => Ok(Some((Number::MinusOne, start + length))),
-                    false => Err(()),
-                };
+                if rest[..length] != expected[..length] {
+                    return Err(());
+                }
+                let is_whole = length == expected.len();
+                return Ok(is_whole.then_some((Number::MinusOne, start + length)));
             }
             _ => return Err(()),
         }
@@ -294,11 +294,9 @@ mod tests {
             match parser.parse(&input[at..]) {
                 Ok(Parsed::Incomplete) => return (all, Ok(input.len() - at)),
                 Ok(Parsed::Command { length, is_inline }) => {
-                    let arguments = if is_inline {
-                        parser.inline_arguments()
-                    } else {
-                        parser.arguments(&input[at..])
-                    };
+                    let rest = &input[at..];
+                    let arguments =
+                        if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
                     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
                     all.push(arguments.from(0).map(text).collect());
                     at += length;
@@ -329,6 +327,7 @@ mod tests {
     fn broken_frames_have_specific_errors() {
         let big = format!("*1\r\n${MAX_COMMAND_BYTES}\r\n");
         let many = format!("*{}\r\n", MAX_ARGUMENTS + 1);
+        let long = "a".repeat(MAX_COMMAND_BYTES);
         for (input, error) in [
             (&b"*x\r\n"[..], FrameError::ArgumentCount),
             (b"*-2\r\n", FrameError::ArgumentCount),
@@ -341,7 +340,7 @@ mod tests {
             (b"*1\r\n$\r\n", FrameError::BulkLength),
             (b"*1\r\n$1\r\nab\r\n", FrameError::NoLineEnd),
             (big.as_bytes(), FrameError::TooLong),
-            (&vec![b'a'; MAX_COMMAND_BYTES], FrameError::TooLong),
+            (long.as_bytes(), FrameError::TooLong),
             (b"ECHO \"a\n", FrameError::Quotes),
             (b"ECHO \"a\"b\n", FrameError::Quotes),
             (b"GET / HTTP/1.1\r\n", FrameError::Http),

@@ -49,11 +49,9 @@ fn parse(input: &[u8], piece: usize) -> Commands {
             Ok(Parsed::Incomplete) => end = (end + piece).min(input.len()),
             Ok(Parsed::Command { length, is_inline }) => {
                 assert!((1..=end - start).contains(&length), "{length}");
-                let arguments = if is_inline {
-                    parser.inline_arguments()
-                } else {
-                    parser.arguments(&input[start..end])
-                };
+                let rest = &input[start..end];
+                let arguments =
+                    if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
                 assert!(arguments.len() <= MAX_ARGUMENTS);
                 commands.push(arguments.from(0).map(<[u8]>::to_vec).collect());
                 start += length;
