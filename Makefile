@@ -8,7 +8,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
-	accuracy docs mdbook dashboard dashboard-check share release deb cargo-deb
+	accuracy docs mdbook dashboard dashboard-check share release deb cargo-deb test-deb
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -39,7 +39,7 @@ GUNGRAUN := 0.20.0
 CARGO_DENY := 0.20.2
 CARGO_DEB := 3.8.0
 
-setup: .venv/installed $(DASHBOARD)/node_modules/installed cargo-deny cargo-deb ## Install missing tools that the tests need
+setup: .venv/installed $(DASHBOARD)/node_modules/installed cargo-deny ## Install missing tools that the tests need
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
 	@gungraun-runner --version 2>/dev/null | grep -qF '$(GUNGRAUN)' || \
 		cargo install --quiet --locked --debug --version $(GUNGRAUN) gungraun-runner
@@ -250,6 +250,9 @@ share: ## Write manual pages and completions of TIDEGATE=… to target/share
 	$(TIDEGATE) completions bash > target/share/tidegate.bash
 	$(TIDEGATE) completions zsh > target/share/_tidegate
 	$(TIDEGATE) completions fish > target/share/tidegate.fish
+
+test-deb: cargo-deb ## Build a Debian package of a debug binary, and check its contents
+	cargo test --workspace --locked --test packaging -- --ignored debian_package
 
 deb: cargo-deb ## Build the Debian package
 	cargo build --release --locked -p tidegate-server

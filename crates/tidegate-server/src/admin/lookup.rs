@@ -90,6 +90,8 @@ struct Target<'a> {
     is_override: bool,
     /// Whether the key counts all requests together.
     is_shared: bool,
+    /// Whether the count is left out of the response unless it is in use.
+    only_in_use: bool,
 }
 
 pub(super) async fn handle(
@@ -111,9 +113,9 @@ pub(super) async fn handle(
         peeks.push(target.peek(&active));
     }
     let peeked = futures_util::stream::iter(peeks).buffered(MAX_PARALLEL);
-    let results: Vec<(bool, ResultBody)> = peeked.collect().await;
+    let results: Vec<(bool, Option<ResultBody>)> = peeked.collect().await;
     let found = results.iter().any(|(in_use, _)| *in_use);
-    let results = results.into_iter().map(|(_, result)| result).collect();
+    let results = results.into_iter().filter_map(|(_, result)| result).collect();
     Ok(Json(LookupBody { key, found, results, truncated }).into_response())
 }
 
@@ -136,40 +138,44 @@ fn targets<'a>(
         active.limiter.policy(only).map_err(Problem::from)?;
     }
     let policies = active.policies().iter().filter(|policy| is_wanted(policy.name()));
-    let of_policies = policies.filter_map(|policy| of_policy(state, active, policy, key));
+    let of_policies = policies.flat_map(|policy| of_policy(state, active, policy, key));
     let is_domain = |counter: &CounterParts| active.envoy.rules.domains().any(|it| it == counter.0);
     let counter = parse_counter_key(key).filter(is_domain);
     let of_rules = rules().filter_map(|rule| of_rule(state, active, rule, key, counter.as_ref()));
     Ok(of_policies.chain(of_rules).collect())
 }
 
-/// Returns the count of a key under a policy: of the hashed key that is listed by this hash, of the
-/// group of an address, or of all requests if the policy has no key.
+/// Returns the counts of a key under a policy: of the hashed key that is listed by this hash, of the
+/// group of an address, or of all requests if the policy has no key. Callers of the API may name a
+/// key nevertheless.
 fn of_policy<'a>(
     state: &ServerState,
     active: &ActiveConfig,
     policy: &'a Policy,
     key: &str,
-) -> Option<Target<'a>> {
+) -> Vec<Target<'a>> {
     let attributes: Vec<&str> = policy.key().iter().map(KeySource::as_str).collect();
-    let key = match attributes.as_slice() {
-        [] => ALL.to_owned(),
-        _ if is_hash_of(key, policy.show_keys()) => listed_key(state, active, policy.name(), key)?,
-        ["ip"] => match key.parse::<IpAddr>() {
-            Ok(address) => active.client_ip.group(address),
-            Err(_) => key.to_owned(),
-        },
-        _ => key.to_owned(),
-    };
-    let quota = policy.quota_for(&key);
-    Some(Target {
+    let target = |key: String, is_shared, only_in_use| Target {
         policy: policy.name(),
+        quota: policy.quota_for(&key),
         is_override: policy.overrides().any(|(overridden, _)| overridden == key),
         key,
-        quota,
         mode: policy.mode().as_str(),
-        is_shared: attributes.is_empty(),
-    })
+        is_shared,
+        only_in_use,
+    };
+    let named = match attributes.as_slice() {
+        _ if is_hash_of(key, policy.show_keys()) => listed_key(state, active, policy.name(), key),
+        ["ip"] => Some(match key.parse::<IpAddr>() {
+            Ok(address) => active.client_ip.group(address),
+            Err(_) => key.to_owned(),
+        }),
+        _ => Some(key.to_owned()),
+    };
+    let has_key = !attributes.is_empty();
+    let shared = (!has_key).then(|| target(ALL.to_owned(), true, false));
+    let named = named.filter(|key| has_key || key != ALL).map(|key| target(key, false, !has_key));
+    shared.into_iter().chain(named).collect()
 }
 
 /// Returns the count of a key under a rule of Envoy: of the counter that has this descriptor, or
@@ -204,6 +210,7 @@ fn of_rule<'a>(
         mode: mode.as_str(),
         is_override: false,
         is_shared: false,
+        only_in_use: false,
     })
 }
 
@@ -213,7 +220,13 @@ fn is_hash_of(key: &str, show_keys: ShowKeys) -> bool {
 
 impl Target<'_> {
     /// Looks the count up. Also returns whether units of this key are in use.
-    async fn peek(self, active: &ActiveConfig) -> (bool, ResultBody) {
+    async fn peek(self, active: &ActiveConfig) -> (bool, Option<ResultBody>) {
+        let only_in_use = self.only_in_use;
+        let (in_use, result) = self.peek_always(active).await;
+        (in_use, (in_use || !only_in_use).then_some(result))
+    }
+
+    async fn peek_always(self, active: &ActiveConfig) -> (bool, ResultBody) {
         let peeked = self.decision(active).await;
         let mut result = ResultBody {
             policy: self.policy.to_owned(),

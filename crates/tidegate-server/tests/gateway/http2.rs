@@ -36,15 +36,15 @@ fn denied_request_with_a_large_body_gets_its_response() {
         with_certificate(&format!("{policies}tls: {{certificate: cert.pem, key: key.pem}}\n"));
     let ca = folder.path().join("ca.pem").display().to_string();
     let large = large_body(folder.path());
-    let gateway = Service::gateway_in(folder, &[&upstream.url()]);
+    let url = upstream.url();
+    let arguments = ["--listen", "127.0.0.1:0", "--upstream", &url];
+    let gateway = Service::launch_on_terminal("gateway", folder, &arguments);
     let shown = format!("gateway  https://{}", gateway.http);
     gateway.wait_until("the address is shown", |gateway| gateway.output().contains(&shown));
     let url = format!("https://localhost:{}/", port(&gateway.http));
     assert_eq!(statuses(&["--cacert", &ca, &url])[..2], ["2 200", "2 429"]);
     assert_eq!(statuses(&["--cacert", &ca, "--data-binary", &large, &url]), ["2 429"; 30]);
     let gateway = Service::gateway(policies, &[&upstream.url()]);
-    let shown = format!("gateway  http://{}", gateway.http);
-    gateway.wait_until("the address is shown", |gateway| gateway.output().contains(&shown));
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     let url = format!("http://{}/", gateway.http);
     assert_eq!(

@@ -78,8 +78,8 @@ fn start(authority: &Authority, config: &str, crl: &str) -> Service {
     }
     fs::write(path.join("revoked.pem"), crl).expect("written");
     let file = path.join("tidegate.yaml");
-    fs::write(&file, with_free_ports(config)).expect("written");
-    Service::start_on(folder, &file, &[])
+    fs::write(file, with_free_ports(config)).expect("written");
+    Service::launch_on_terminal("serve", folder, &[])
 }
 
 fn path(service: &Service, name: &str) -> String {
@@ -101,7 +101,7 @@ fn admin_listener_has_tls_if_it_is_configured() {
     let plain = curl(&[&url("/healthz").replace("https", "http")]);
     assert!(!plain.status.success(), "{}", text(&plain));
     let shown = format!("admin  https://{}", service.admin);
-    assert!(service.output().contains(&shown), "{}", service.output());
+    service.wait_until("the address is shown", |service| service.output().contains(&shown));
     // The API still requires a client certificate.
     let query = r#"{"policy": "p", "key": "k"}"#;
     let api = format!("https://{}/v1/acquire", service.http);

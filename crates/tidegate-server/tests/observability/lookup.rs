@@ -65,6 +65,23 @@ fn denied_key_is_found_in_every_policy_with_the_reason_and_can_be_reset() {
     }
 }
 
+/// A policy without `key` counts all requests together, unless a caller of the API names a key.
+#[test]
+fn named_key_of_a_policy_without_a_key_is_found() {
+    let service = Service::start(POLICIES);
+    let body = json!({"policy": "total", "key": "bob", "cost": 7});
+    assert_eq!(service.acquire(&body).status, 200);
+    let counts = |key: &str| -> Vec<(Value, Value)> {
+        let found = lookup(&service, &format!("policy=total&key={key}"));
+        let results = found["results"].as_array().expect("a list").iter();
+        results.map(|it| (it["key"].clone(), it["remaining"].clone())).collect()
+    };
+    let all = (json!("all"), json!(500));
+    assert_eq!(counts("bob"), [all.clone(), (json!("bob"), json!(493))]);
+    assert_eq!(counts("ann"), [all.clone()]);
+    assert_eq!(counts("all"), [all]);
+}
+
 #[test]
 fn override_and_address_are_looked_up_as_they_are_counted() {
     let service = Service::start(POLICIES);

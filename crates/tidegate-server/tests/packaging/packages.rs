@@ -32,11 +32,8 @@ fn drop_in_runs_the_gateway() {
     assert!(text.contains("ExecStart=\nExecStart=/usr/bin/tidegate gateway --config"), "{text}");
 }
 
-/// Builds the package of the binary of this test, with the assets of the real one.
-#[test]
-fn debian_package_has_the_unit_the_configuration_and_the_pages() {
-    let folder = tempfile::tempdir().expect("a temporary directory");
-    let share = root().join("target/share");
+/// Writes manual pages and completions to target/share.
+fn generate_share() {
     let binary = env!("CARGO_BIN_EXE_tidegate");
     let generated = Command::new("make")
         .args(["-s", "--no-print-directory", "share", &format!("TIDEGATE={binary}")])
@@ -44,7 +41,31 @@ fn debian_package_has_the_unit_the_configuration_and_the_pages() {
         .output()
         .expect("make runs");
     assert!(generated.status.success(), "{}", String::from_utf8_lossy(&generated.stderr));
-    assert!(share.join("man/tidegate-serve.1").exists());
+    assert!(root().join("target/share/man/tidegate-serve.1").exists());
+}
+
+#[test]
+fn files_of_the_debian_package_exist() {
+    generate_share();
+    let manifest = read("crates/tidegate-server/Cargo.toml");
+    let (_, assets) = manifest.split_once("\nassets = [\n").expect("assets");
+    let (assets, _) = assets.split_once("\n]").expect("the end of the assets");
+    let sources = assets.lines().map(|line| line.split('"').nth(1).expect("a path"));
+    let sources: Vec<&str> = sources.filter(|path| !path.starts_with("target/release")).collect();
+    assert!(sources.len() >= 6, "{sources:?}");
+    for source in sources {
+        let path = root().join("crates/tidegate-server").join(source.trim_end_matches("/*"));
+        assert!(path.exists(), "{source}");
+    }
+}
+
+/// Builds the package of the binary of this test, with the assets of the real one.
+#[test]
+#[ignore = "needs cargo-deb, which takes minutes to build: make test-deb"]
+fn debian_package_has_the_unit_the_configuration_and_the_pages() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let binary = env!("CARGO_BIN_EXE_tidegate");
+    generate_share();
 
     // `cargo deb` copies the binary of a release, here the one that is tested.
     let target = folder.path().join("target");
@@ -57,7 +78,7 @@ fn debian_package_has_the_unit_the_configuration_and_the_pages() {
         .env("CARGO_TARGET_DIR", &target)
         .current_dir(root())
         .output()
-        .expect("cargo-deb is installed by `make setup`");
+        .expect("cargo-deb is installed by `make test-deb`");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let package = package.to_str().expect("UTF-8");
     let contents = succeed("dpkg-deb", ["--contents", package]);

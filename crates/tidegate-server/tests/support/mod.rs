@@ -148,10 +148,20 @@ impl Service {
         let folder = tempfile::tempdir().expect("a temporary directory");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, with_free_ports(config)).expect("written");
+        Self::launch_on_terminal("serve", folder, &[])
+    }
+
+    /// Starts a command on a directory with a tidegate.yaml, with a terminal as its standard output.
+    pub(crate) fn launch_on_terminal(
+        command: &str,
+        folder: tempfile::TempDir,
+        arguments: &[&str],
+    ) -> Self {
+        let file = folder.path().join("tidegate.yaml");
         let (terminal, screen) = open_terminal();
         let mut program = Command::new(BINARY);
         program.stdout(terminal);
-        let service = Self::launch_with(program, "serve", folder, &file, &[], &[]);
+        let service = Self::launch_with(program, command, folder, &file, arguments, &[]);
         collect(screen, Arc::clone(&service.output));
         service
     }

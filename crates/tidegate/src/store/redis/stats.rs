@@ -10,7 +10,8 @@ use std::time::Instant;
 ///
 /// /// Returns the number of calls to a node that took longer than a millisecond.
 /// fn slow_calls(store: &RedisStore) -> Option<u64> {
-///     let latency = &store.nodes().first()?.latency;
+///     let nodes = store.nodes();
+///     let latency = &nodes.first()?.latency;
 ///     let is_slow = |(bound, count): (Option<u64>, u64)| {
 ///         if bound.is_none_or(|bound| bound > 1_000) { count } else { 0 }
 ///     };
