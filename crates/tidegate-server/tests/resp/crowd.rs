@@ -12,8 +12,8 @@ const CONNECTIONS: usize = 10_000;
 const STUCK: usize = 1_000;
 /// Clients that ask, one after the other.
 const ASKING: usize = 20;
-const QUESTIONS_PER_ROUND: usize = 4_000;
-const ROUNDS: usize = 7;
+const QUESTIONS_PER_ROUND: usize = 1_000;
+const ROUNDS: usize = 5;
 /// Files of this process and of the service in addition to the connections.
 const OTHER_FILES: usize = 500;
 
