@@ -10,11 +10,16 @@ pub(crate) fn root() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
+/// Returns the path of a program in `.venv`.
+pub(crate) fn program(name: &str) -> PathBuf {
+    root().join(".venv/bin").join(name)
+}
+
 /// Returns a command of a program in `.venv`.
-pub(crate) fn tool(program: &str) -> Command {
+pub(crate) fn tool(name: &str) -> Command {
     // A client that waits for ever fails the test.
     let mut command = Command::new("timeout");
-    command.args(["-k", "1", "60"]).arg(root().join(".venv/bin").join(program));
+    command.args(["-k", "1", "60"]).arg(program(name));
     command.env("NODE_PATH", root().join(".venv/node_modules")).stdin(Stdio::null());
     command
 }

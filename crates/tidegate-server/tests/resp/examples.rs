@@ -4,7 +4,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::clients::{root, tool};
+use crate::clients::{program, root, tool};
 use crate::start;
 use crate::support::{TEST_TIMEOUT, free_port, request};
 
@@ -65,7 +65,7 @@ fn check(name: &str, mut command: Command, port: u16) {
 #[test]
 fn flask_example_limits_real_requests() {
     let port = free_port();
-    let mut command = tool("python");
+    let mut command = Command::new(program("python"));
     let file = root().join("examples/redis/flask_app.py");
     command.args(["-m", "flask", "--app"]).arg(file);
     command.args(["run", "--port", &port.to_string()]);
@@ -75,7 +75,7 @@ fn flask_example_limits_real_requests() {
 #[test]
 fn fastapi_example_limits_real_requests() {
     let port = free_port();
-    let mut command = tool("python");
+    let mut command = Command::new(program("python"));
     command.args(["-m", "uvicorn", "fastapi_app:app", "--port", &port.to_string(), "--app-dir"]);
     command.arg(root().join("examples/redis"));
     check("FastAPI", command, port);
