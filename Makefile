@@ -4,7 +4,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test-faults test-faults-short test-browser test bench \
+.PHONY: help setup format lint test-code test-faults test-faults-short test bench \
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
@@ -151,10 +151,6 @@ dashboard-check: $(DASHBOARD)/node_modules/installed ## Check that the built das
 	$(NPM) run build -- $(BUILT)
 	diff -r $(BUILT) $(DASHBOARD)/dist || \
 		{ echo 'error: dist is not the build of src: run `make dashboard` and commit it'; exit 1; }
-
-test-browser: ## Run the tests that need Chromium, which apt installs
-	@command -v chromium >/dev/null || { $(SUDO) apt-get update -q && $(APT) chromium; }
-	cargo test --workspace --locked --test gateway -- --ignored chromium
 
 # Valgrind counts instructions, so the load of the machine does not matter. A new compiler changes
 # the counts; renew them then.

@@ -68,14 +68,27 @@ fn latency_line(page: &mut Page, results: &Results, protocol: &str) {
 }
 
 fn table(page: &mut Page, results: &Results) {
+    let cases = ["http", "grpc"].map(|protocol| (protocol, protocol_name(protocol).to_owned()));
+    rate_table(page, results, &cases, &CANDIDATES);
+}
+
+/// Writes a table of rates: for each case, by its name in the results and on the page, the
+/// candidates that were measured.
+pub(super) fn rate_table(
+    page: &mut Page,
+    results: &Results,
+    cases: &[(impl AsRef<str>, String)],
+    candidates: &[&str],
+) {
     let mut rows = Vec::new();
-    for protocol in ["http", "grpc"] {
-        for candidate in CANDIDATES {
-            let Some(rate) = results.spread(protocol, candidate, "per_second") else { continue };
-            let micros = results.spread(protocol, candidate, "cpu_micros");
-            let ratio = results.ratio("per_second", (protocol, "tidegate"), (protocol, candidate));
+    for (case, shown) in cases {
+        let case = case.as_ref();
+        for &candidate in candidates {
+            let Some(rate) = results.spread(case, candidate, "per_second") else { continue };
+            let micros = results.spread(case, candidate, "cpu_micros");
+            let ratio = results.ratio("per_second", (case, "tidegate"), (case, candidate));
             rows.push(vec![
-                protocol_name(protocol).to_owned(),
+                shown.clone(),
                 candidate.to_owned(),
                 thousands(rate.median),
                 format!("{}–{}", thousands(rate.min), thousands(rate.max)),

@@ -1,7 +1,8 @@
 //! Section on the Redis protocol.
 
-use super::chart::{Bar, Chart, Panel, figures};
-use super::{NOT_MEASURED, Page, SuiteResults, thousands};
+use super::chart::{Bar, Chart, Panel};
+use super::network::rate_table;
+use super::{Page, SuiteResults};
 use crate::resp::PIPELINES;
 
 const CANDIDATES: [&str; 4] = ["tidegate", "no-op", "Redis script", "throttlecrab"];
@@ -16,29 +17,8 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
          decision, in one write per read. Redis runs the naive script of a token bucket, by \
          `EVALSHA`. The CPU time is that of the server only.",
     );
-    let mut rows = Vec::new();
-    for pipeline in PIPELINES {
-        let case = format!("pipeline/{pipeline}");
-        for candidate in CANDIDATES {
-            let Some(rate) = results.spread(&case, candidate, "per_second") else { continue };
-            let micros = results.spread(&case, candidate, "cpu_micros");
-            let ratio = results.ratio("per_second", (&case, "tidegate"), (&case, candidate));
-            rows.push(vec![
-                format!("`-P {pipeline}`"),
-                candidate.to_owned(),
-                thousands(rate.median),
-                format!("{}–{}", thousands(rate.min), thousands(rate.max)),
-                micros.map_or(NOT_MEASURED.to_owned(), |micros| figures(micros.median)),
-                ratio
-                    .filter(|_| candidate != "tidegate")
-                    .map_or(NOT_MEASURED.to_owned(), |ratio| ratio.to_string()),
-            ]);
-        }
-    }
-    page.table(
-        &["", "", "requests per second", "spread", "CPU µs per request", "ratio of tidegate to it"],
-        &rows,
-    );
+    let cases = PIPELINES.map(|number| (format!("pipeline/{number}"), format!("`-P {number}`")));
+    rate_table(page, results, &cases, &CANDIDATES);
     let panel = |pipeline: u32| {
         let bar = |candidate: &&str| {
             let value = results.spread(&format!("pipeline/{pipeline}"), candidate, "per_second")?;

@@ -180,7 +180,6 @@ fn seen_by_a_script(gateway_section: impl Fn(&str) -> String) -> String {
 }
 
 #[test]
-#[ignore = "needs Chromium: make test-browser"]
 fn chromium_shows_denials_to_scripts_of_allowed_origins() {
     // The first preflight and the first request use up the limit, and nothing can be read.
     assert_eq!(seen_by_a_script(|_| String::new()), "<200,,false,none><failed><failed>");
