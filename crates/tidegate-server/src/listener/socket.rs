@@ -10,12 +10,13 @@ use std::task::{Context, Poll};
 
 use anyhow::Context as _;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixSocket, UnixStream};
 
 use crate::config::ListenAddress;
 
-/// Length of the queue of connections to accept; that of `TcpListener::bind`.
-const BACKLOG: u32 = 1024;
+/// Length of the queue of connections to accept, of which the system may allow less. A client that
+/// finds it full tries again after a second; that of `TcpListener::bind` is 128.
+const BACKLOG: u32 = 4096;
 /// Address of every peer of a Unix socket. It is a process on this host.
 const UNIX_PEER: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
@@ -43,7 +44,7 @@ impl Socket {
     pub(crate) async fn bind(address: &ListenAddress, mode: u32) -> anyhow::Result<Self> {
         let bound = match address {
             ListenAddress::Tcp(address) => {
-                TcpListener::bind(address).await.map(Self::Tcp).map_err(anyhow::Error::from)
+                bind_tcp(*address).map(Self::Tcp).map_err(anyhow::Error::from)
             }
             ListenAddress::Unix(path) => bind_unix(path, mode).await,
         };
@@ -69,6 +70,14 @@ impl Socket {
             Self::Unix(listener, _) => Ok((Stream::Unix(listener.accept().await?.0), UNIX_PEER)),
         }
     }
+}
+
+fn bind_tcp(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // A restarted service may bind the port of connections that have just ended.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
 }
 
 async fn bind_unix(path: &Path, mode: u32) -> anyhow::Result<Socket> {
@@ -183,5 +192,26 @@ impl AsyncWrite for Stream {
             Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_burst_of_connections_waits_in_the_queue() {
+        let allowed = fs::read_to_string("/proc/sys/net/core/somaxconn").expect("Linux");
+        let allowed: usize = allowed.trim().parse().expect("a number");
+        let loopback = ListenAddress::Tcp("127.0.0.1:0".parse().expect("an address"));
+        let socket = Socket::bind(&loopback, 0o600).await.expect("bound");
+        let ListenAddress::Tcp(address) = socket.address().expect("bound") else { unreachable!() };
+        // Nothing accepts them. What does not fit in the queue would not be connected at all.
+        let connect = |_| TcpStream::connect_timeout(&address, Duration::from_secs(20));
+        let connections: io::Result<Vec<TcpStream>> = (0..allowed.min(500)).map(connect).collect();
+        assert_eq!(connections.expect("all fit in the queue").len(), allowed.min(500));
     }
 }

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -28,6 +29,11 @@ const MEASURED: usize = 6;
 /// Results that are measured, each with the limit that leads to it.
 const RESULTS: [(&str, u64); 3] =
     [("allowed", 100), ("allowed-few", (SETUP + MEASURED) as u64), ("denied", SETUP as u64)];
+/// Time of the first acquire, in microseconds, for a bucket's expiry is a multiple of a sixteenth of
+/// its window. 4,000 s after such a multiple, one of the measured acquires sets it again.
+const START: u64 = (86_400 / 16 * 300_000 + 4_000) * 1_000_000;
+/// Time between two acquires of a key, in microseconds.
+const STEP: u64 = 1_234;
 /// Keys per call, and calls.
 const SHAPES: [(usize, usize); 2] = [(1, 64), (64, 2)];
 
@@ -134,15 +140,18 @@ impl Calls {
         Self { requests: requests.collect() }
     }
 
-    /// Sends all calls `times` times, and asserts that all decisions are equal.
-    fn send(&self, connection: &mut Connection, times: usize, allowed: bool) {
+    /// Sends all calls once in each round, and asserts that all decisions are equal.
+    fn send(&self, connection: &mut Connection, rounds: Range<usize>, allowed: bool) {
         let order = self.requests[0].order(0..self.requests[0].items().len(), |_| 1);
+        let calls = rounds.len() * self.requests.len();
         let mut commands = Vec::new();
-        for requests in self.requests.iter().cycle().take(times * self.requests.len()) {
-            let server_times = ServerTimes::default();
-            commands.extend(requests.command(&order, &server_times, KeyMode::Declared));
+        for round in rounds {
+            let driven = Some(START + STEP * round as u64);
+            let server_times = ServerTimes { driven, ..ServerTimes::default() };
+            for requests in &self.requests {
+                commands.extend(requests.command(&order, &server_times, KeyMode::Declared));
+            }
         }
-        let calls = times * self.requests.len();
         for reply in connection.req_packed_commands(&commands, 0, calls).expect("decided") {
             let reply = self.requests[0].read(&order, &reply).expect("a valid reply");
             for item in reply.items.expect("in time") {
@@ -179,7 +188,7 @@ fn measure() -> BTreeMap<String, u64> {
         for quota in quotas(limit).into_iter().filter(is_measured) {
             for (keys, calls) in SHAPES {
                 let sent = Calls::new(&quota, 1_000 * cases.len(), keys, calls);
-                sent.send(&mut connection, SETUP, true);
+                sent.send(&mut connection, 0..SETUP, true);
                 let name = quota.default_policy_name().trim_end_matches("-86400s");
                 let name = format!("{name}/{result}/{keys}");
                 cases.push((name, keys * calls * MEASURED, sent, result != "denied"));
@@ -189,7 +198,7 @@ fn measure() -> BTreeMap<String, u64> {
     server.instructions();
     let mut counts = BTreeMap::new();
     for (name, decisions, sent, allowed) in cases {
-        sent.send(&mut connection, MEASURED, allowed);
+        sent.send(&mut connection, SETUP..SETUP + MEASURED, allowed);
         counts.insert(name, server.instructions() / decisions as u64);
     }
     counts
