@@ -1,5 +1,5 @@
 //! The guides of `docs/`: their commands run and print the shown output, their links lead
-//! somewhere, and the reference of metrics has every metric.
+//! somewhere, and the references of metrics and of variables are complete.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -9,6 +9,7 @@ mod links;
 mod metrics;
 mod page;
 mod session;
+mod variables;
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
