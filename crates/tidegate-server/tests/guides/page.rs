@@ -33,8 +33,8 @@ const SERVICES: [(&str, &str); 7] = [
     ("caddy", "telnet://127.0.0.1:8000"),
 ];
 
-/// Returns the steps of a page. The binary that was just built takes the place of `cargo run`, and a
-/// chart is rendered instead of installed, because that needs no cluster.
+/// Returns the steps of a page. The binary that was just built takes the place of `cargo run`, and
+/// a chart is rendered instead of installed, because that needs no cluster.
 pub(crate) fn steps(page: &str) -> Vec<Step> {
     let page = page.replace("cargo run --release --quiet --", "tidegate");
     let page = page.replace("cargo run --release --", "tidegate");

@@ -1,7 +1,7 @@
 //! ServiceMonitor of the manifests and of the chart, by the schema of the Prometheus operator.
 //!
-//! That schema checks types, formats and required fields. It permits unknown fields, which a cluster
-//! would drop, so the fields are compared with a list as well.
+//! That schema checks types, formats and required fields. It permits unknown fields, which a
+//! cluster would drop, so the fields are compared with a list as well.
 
 use serde_json::{Value, json};
 
