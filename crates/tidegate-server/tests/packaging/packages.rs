@@ -175,7 +175,7 @@ fn packages_of_the_crates_contain_all_that_they_compile() {
     assert_eq!(proto, 4, "messages of Envoy, which build.rs compiles");
 }
 
-/// Returns a path without `..`. What leads out of the crate keeps its last parts.
+/// Returns a path without `..`, as far as it is inside of the crate.
 fn normalized(path: &Path) -> PathBuf {
     let mut all = PathBuf::new();
     for part in path.iter() {
