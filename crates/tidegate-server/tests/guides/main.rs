@@ -100,10 +100,10 @@ fn root() -> PathBuf {
 
 #[test]
 fn commands_of_the_pages_print_the_shown_output() {
-    // Four pages at a time: most of their time is the start of services.
+    // Two pages at a time: most of their time is the start of services.
     let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
-        for _ in 0..4 {
+        for _ in 0..2 {
             scope.spawn(|| {
                 while let Some(page) = PAGES.get(next.fetch_add(1, Ordering::Relaxed)) {
                     failures.lock().expect("no panic").extend(run_page(page));
