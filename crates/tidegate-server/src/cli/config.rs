@@ -70,11 +70,14 @@ impl ConfigCommand {
                 let rules = &config.envoy.rules;
                 let envoy = match rules.rules().count() {
                     0 => String::new(),
-                    count => {
-                        format!(", {count} rules for Envoy in {} domains", rules.domains().count())
-                    }
+                    count => format!(
+                        ", {} for Envoy in {}",
+                        counted(count, "rule", "rules"),
+                        counted(rules.domains().count(), "domain", "domains")
+                    ),
                 };
-                anstream::println!("{}: valid, {policies} policies{envoy}", file.display());
+                let policies = counted(policies, "policy", "policies");
+                anstream::println!("{}: valid, {policies}{envoy}", file.display());
             }
             ConfigSubcommand::Schema => {
                 anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?);
@@ -83,6 +86,12 @@ impl ConfigCommand {
         }
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Returns a number with its noun, such as "1 policy" or "2 policies".
+fn counted(number: usize, one: &str, many: &str) -> String {
+    let noun = if number == 1 { one } else { many };
+    format!("{number} {noun}")
 }
 
 fn check_as_json(file: &Path) -> ExitCode {

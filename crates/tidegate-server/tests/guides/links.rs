@@ -9,7 +9,7 @@ use crate::root;
 const SKIPPED: [&str; 5] = ["target", "node_modules", ".git", ".venv", "tests"];
 
 /// Returns all Markdown files of the repository.
-fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
+pub(crate) fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
     let entries = std::fs::read_dir(folder).expect("a folder");
     for path in entries.map(|entry| entry.expect("an entry").path()) {
         let name = path.file_name().unwrap_or_default().to_string_lossy();

@@ -1,13 +1,15 @@
 //! The guides of `docs/`: their commands run and print the shown output, their links lead
-//! somewhere, and the reference of metrics has every metric.
+//! somewhere, and the references of metrics and of variables are complete.
 
 #[path = "../support/mod.rs"]
 mod support;
 
+mod blocks;
 mod links;
 mod metrics;
 mod page;
 mod session;
+mod variables;
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -22,14 +24,17 @@ struct Page {
     before: &'static str,
 }
 
-const PAGES: [Page; 18] = [
+const PAGES: [Page; 22] = [
     page("README.md", 3, REDIS),
     page("docs/getting-started.md", 20, ""),
+    page("docs/install.md", 3, SERVICE),
     page("docs/concepts.md", 7, ""),
     page("docs/choosing.md", 1, LOGS),
     page("docs/faq.md", 3, ""),
     page("docs/http-api.md", 17, ""),
     page("docs/admin-api.md", 3, SERVICE),
+    page("docs/redis-clients.md", 2, ""),
+    page("docs/monitoring.md", 3, SERVICE),
     page("docs/gateway.md", 1, ""),
     page("docs/envoy.md", 8, ""),
     page("docs/migrating.md", 7, ""),
@@ -41,6 +46,7 @@ const PAGES: [Page; 18] = [
     page("docs/simulate.md", 1, LOGS),
     page("docs/bench.md", 1, ""),
     page("docs/algorithms.md", 4, ""),
+    page("deploy/README.md", 1, CADDY),
 ];
 
 const fn page(name: &'static str, min_steps: usize, before: &'static str) -> Page {
@@ -48,6 +54,18 @@ const fn page(name: &'static str, min_steps: usize, before: &'static str) -> Pag
 }
 
 const SERVICE: &str = "```sh\ntidegate serve\n```\n";
+/// One of the proxies of the folder, an application, and the service with the file of the folder.
+const CADDY: &str = "\
+```sh
+python3 -m http.server 3000
+```
+```sh
+tidegate serve --config deploy/tidegate.yaml
+```
+```sh
+caddy run --config deploy/caddy/Caddyfile
+```
+";
 const REDIS: &str = "\
 ```sh
 redis-server --save ''

@@ -101,3 +101,15 @@ fn named(page: &str) -> impl Iterator<Item = &str> {
         has_prefix && name.chars().all(|c| c.is_ascii_lowercase() || c == '_')
     })
 }
+
+#[test]
+fn every_metric_has_a_meaning_and_an_action() {
+    let page = std::fs::read_to_string(root().join("docs/metrics.md")).expect("a page");
+    let mut rows = 0;
+    for row in page.lines().filter(|line| line.starts_with("| `")) {
+        let cells: Vec<&str> = row.trim_matches('|').split(" |").map(str::trim).collect();
+        assert!(cells.len() == 3 && cells.iter().all(|cell| !cell.is_empty()), "{row}");
+        rows += 1;
+    }
+    assert!(rows > 50, "{rows} metrics");
+}

@@ -23,18 +23,22 @@ pub(crate) enum Action {
 }
 
 /// Programs that keep running: the start of the command, and the URL at which they answer.
-const SERVICES: [(&str, &str); 5] = [
+const SERVICES: [(&str, &str); 7] = [
     ("tidegate serve", "http://127.0.0.1:8082/readyz"),
     ("tidegate gateway", "http://127.0.0.1:8082/readyz"),
     ("python3 app.py", "http://127.0.0.1:3000/"),
+    ("python3 -m http.server 3000", "http://127.0.0.1:3000/"),
     ("redis-server", "telnet://127.0.0.1:6379"),
     ("envoy", "telnet://127.0.0.1:8000"),
+    ("caddy", "telnet://127.0.0.1:8000"),
 ];
 
-/// Returns the steps of a page. The binary that was just built takes the place of `cargo run`.
+/// Returns the steps of a page. The binary that was just built takes the place of `cargo run`, and
+/// a chart is rendered instead of installed, because that needs no cluster.
 pub(crate) fn steps(page: &str) -> Vec<Step> {
     let page = page.replace("cargo run --release --quiet --", "tidegate");
     let page = page.replace("cargo run --release --", "tidegate");
+    let page = page.replace("helm install ", "helm template ");
     let mut steps = Vec::new();
     let mut lines = page.lines().enumerate();
     // Last line of text before a block.

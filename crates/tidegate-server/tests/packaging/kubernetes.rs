@@ -5,10 +5,12 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::service_monitor::check_service_monitor;
 use crate::{check_config, read, root, run, succeed};
 
 const VERSIONS: [&str; 2] = ["1.25", "1.37"];
-/// Kind of the Prometheus operator, whose schema is not among those of Kubernetes.
+/// Kind of the Prometheus operator, whose schema is not among those of Kubernetes: see
+/// [`check_service_monitor`].
 const SERVICE_MONITOR: &str = "ServiceMonitor";
 
 const CHART: &str = "deploy/helm/tidegate";
@@ -101,8 +103,7 @@ fn manifests_match_the_schemas() {
     }
     check_deployment(&manifests);
     check_config("the ConfigMap", config_of(&manifests), &[]);
-    let monitor = of_kind(&manifests, SERVICE_MONITOR);
-    assert_eq!(monitor["spec"]["endpoints"][0]["port"], "admin");
+    check_service_monitor(of_kind(&manifests, SERVICE_MONITOR), of_kind(&manifests, "Service"));
 }
 
 #[test]
@@ -130,6 +131,7 @@ fn chart_renders_valid_manifests() {
     check_config("the gateway", config_of(&gateway), &[("REDIS_URL", "redis://h")]);
     assert!(gateway.iter().all(|manifest| manifest["kind"] != "Secret"), "it has its own");
     let monitor = of_kind(&gateway, SERVICE_MONITOR);
+    check_service_monitor(monitor, of_kind(&gateway, "Service"));
     let credentials = &monitor["spec"]["endpoints"][0]["authorization"]["credentials"];
     assert_eq!((&credentials["name"], &credentials["key"]), (&"own".into(), &"admin-token".into()));
     assert_eq!(of_kind(&gateway, "Deployment")["spec"]["replicas"], 2);

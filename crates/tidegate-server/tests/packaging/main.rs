@@ -7,8 +7,10 @@
 mod compose;
 /// Manifests of Kubernetes and the chart.
 mod kubernetes;
-/// Unit of systemd, Debian package, archives of releases.
+/// Unit of systemd, Debian package, archives of releases, packages of crates.io.
 mod packages;
+/// ServiceMonitor of the manifests and of the chart.
+mod service_monitor;
 
 use std::ffi::OsStr;
 use std::path::PathBuf;

@@ -1,5 +1,7 @@
-//! Unit of systemd, Debian package, archives of releases.
+//! Unit of systemd, Debian package, archives of releases, packages of crates.io.
 
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::{read, root, run, succeed};
@@ -118,4 +120,70 @@ fn archive_has_the_name_that_binstall_expects() {
         "{makefile}"
     );
     assert!(makefile.contains("$(RELEASE_NAME).tar.gz"));
+}
+
+/// Returns the files that `cargo publish` would upload for a crate.
+fn packaged(name: &str) -> BTreeSet<PathBuf> {
+    let flags = ["package", "--list", "--allow-dirty", "--offline", "--locked", "-p", name];
+    succeed(env!("CARGO"), flags).lines().map(PathBuf::from).collect()
+}
+
+/// Returns the sources of a crate, relative to its folder.
+fn sources(folder: &Path, inside: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder.join(inside)).expect("a folder") {
+        let entry = entry.expect("an entry");
+        let path = inside.join(entry.file_name());
+        if entry.path().is_dir() {
+            sources(folder, &path, found);
+        } else {
+            found.push(path);
+        }
+    }
+}
+
+/// `cargo install tidegate-server` compiles the package alone: what the sources include must be
+/// inside of it.
+#[test]
+fn packages_of_the_crates_contain_all_that_they_compile() {
+    for (name, least) in [("tidegate", 10), ("tidegate-server", 5)] {
+        let folder = root().join("crates").join(name);
+        let files = packaged(name);
+        let mut all = Vec::new();
+        sources(&folder, Path::new("src"), &mut all);
+        let mut included = 0;
+        for source in &all {
+            assert!(files.contains(source), "{} is not in {name}", source.display());
+            let text = std::fs::read_to_string(folder.join(source)).unwrap_or_default();
+            let calls = text.split("include_str!(\"").skip(1);
+            for path in calls.map(|rest| rest.split('"').next().expect("a path")) {
+                let path = normalized(&source.parent().expect("a folder").join(path));
+                // Only tests read the documents of the repository.
+                if path.extension().is_some_and(|kind| kind == "md") || path.starts_with("tests") {
+                    continue;
+                }
+                assert!(files.contains(&path), "{} includes {}", source.display(), path.display());
+                included += 1;
+            }
+        }
+        assert!(included >= least, "{name} includes {included} files");
+        assert!(files.contains(Path::new("README.md")), "{name}: crates.io shows it");
+        let hidden = files.iter().find(|file| file.iter().any(|part| part == "node_modules"));
+        assert_eq!(hidden, None, "{name}");
+    }
+    let server = packaged("tidegate-server");
+    let proto = server.iter().filter(|file| file.starts_with("proto")).count();
+    assert_eq!(proto, 4, "messages of Envoy, which build.rs compiles");
+}
+
+/// Returns a path without `..`, as far as it is inside of the crate.
+fn normalized(path: &Path) -> PathBuf {
+    let mut all = PathBuf::new();
+    for part in path.iter() {
+        if part == ".." {
+            all.pop();
+        } else {
+            all.push(part);
+        }
+    }
+    all
 }

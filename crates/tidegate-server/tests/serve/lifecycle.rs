@@ -313,6 +313,9 @@ fn config_check_and_schema_report_errors_and_fields() {
     let (code, text, _) = tidegate(&["config", "check", path]);
     assert_eq!(code, Some(0));
     assert!(text.contains("valid, 5 policies"), "{text}");
+    std::fs::write(&file, "policies: [{name: a, limit: 1, window: 1s}]").expect("written");
+    let (_, text, _) = tidegate(&["config", "check", path]);
+    assert!(text.ends_with("valid, 1 policy\n"), "{text}");
     std::fs::write(&file, POLICIES.replace("limit: 3", "limt: 3")).expect("written");
     let (code, _, error) = tidegate(&["config", "check", path]);
     assert_eq!(code, Some(2));
