@@ -1,10 +1,13 @@
 //! [`PolicyLimiter`]: the decision pipeline behind every front door.
 
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use tracing::Instrument as _;
 
+use super::decisions::Entries;
 use super::key_source::shown;
 use super::query::Target;
 use super::{
@@ -12,7 +15,7 @@ use super::{
 };
 use crate::limiter::{Error, Limiter};
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Store};
+use crate::store::{Action, Store, StoreError};
 
 /// Policies and a limiter: selects the policies that apply to a request, decides them all or
 /// nothing, and reports the result to an [`Observer`].
@@ -198,6 +201,22 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         self.decide(Action::Acquire, query).await
     }
 
+    /// Decides the request as [`acquire`](Self::acquire) does, on a store that decides at once.
+    #[doc(hidden)]
+    pub fn acquire_at_once<'a>(
+        &'a self,
+        query: Query<'a, '_>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let mut context = Context::from_waker(Waker::noop());
+        match pin!(self.acquire(query)).poll(&mut context) {
+            Poll::Ready(decided) => decided,
+            Poll::Pending => {
+                let reason = "it decides at once, but this decision was not ready";
+                Err(StoreError::Refused(reason.to_owned()).into())
+            }
+        }
+    }
+
     /// Applies an action to every limit of the request. Charges of [`Query::prepared`] have their
     /// own actions.
     ///
@@ -238,28 +257,25 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Returns the undecided entries of a query. Rejections are already decided.
-    fn prepare<'a>(
-        &'a self,
-        action: Action,
-        query: Query<'a, '_>,
-    ) -> Result<Vec<PolicyDecision<'a>>, Error> {
+    fn prepare<'a>(&'a self, action: Action, query: Query<'a, '_>) -> Result<Entries<'a>, Error> {
         let (cost, charged_at) = (query.cost, query.charged_at);
         Ok(match query.target {
             Target::Policy { policy, key } => {
                 let charge = PreparedCharge::of_policy(self.policy(policy)?, key, cost);
-                one(charge.with_action(action).with_charged_at(charged_at))
+                Entries::one(charge.with_action(action).with_charged_at(charged_at))
             }
             Target::Quota { key, quota } => {
                 let charge = PreparedCharge::new(quota.default_policy_name(), key, quota)
                     .with_cost(cost.unwrap_or(1))
                     .with_action(action)
                     .with_charged_at(charged_at);
-                one(match query.metric_name {
+                Entries::one(match query.metric_name {
                     Some(name) => charge.with_metric_name(name),
                     None => charge,
                 })
             }
-            Target::Prepared(charges) => numbered(charges.into_iter()),
+            Target::Charge(charge) => Entries::one(charge),
+            Target::Prepared(charges) => charges.into_iter().collect(),
             Target::Attributes { attributes, only } => {
                 let selection = match only {
                     Some(name) => self.policy(name)?.select(attributes, cost)?,
@@ -270,13 +286,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 }
                 self.report_missing_keys(&selection);
                 if let Some(policy) = selection.rejected_by {
-                    return Ok(one(PreparedCharge::rejected(policy).with_action(action)));
+                    return Ok(Entries::one(PreparedCharge::rejected(policy).with_action(action)));
                 }
                 let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
                 let charges = charges.map(|charge| charge.with_charged_at(charged_at));
                 let rejections = selection.shadow_rejections.into_iter();
                 let rejections = rejections.map(PreparedCharge::rejected);
-                numbered(charges.chain(rejections).map(|charge| charge.with_action(action)))
+                charges.chain(rejections).map(|charge| charge.with_action(action)).collect()
             }
         })
     }
@@ -285,12 +301,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &'a self,
         action: Action,
         start: Instant,
-        mut entries: Vec<PolicyDecision<'a>>,
+        mut entries: Entries<'a>,
     ) -> Result<PolicyDecisions<'a>, Error> {
         let asked_at = self.limiter.store().clock().now();
         let decided = self.decide_entries(start, &mut entries).await;
         decided.inspect_err(|error| self.observer.failed(action, error))?;
-        entries.retain(|entry| entry.decided);
+        entries.retain_decided();
         let decisions = PolicyDecisions { asked_at, decisions: entries };
         self.observer.decided(action, &decisions, start);
         Ok(decisions)
@@ -365,14 +381,6 @@ fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
     names.join(",")
 }
 
-fn one(charge: PreparedCharge<'_>) -> Vec<PolicyDecision<'_>> {
-    vec![PolicyDecision::new(charge, 0)]
-}
-
-fn numbered<'a>(charges: impl Iterator<Item = PreparedCharge<'a>>) -> Vec<PolicyDecision<'a>> {
-    charges.enumerate().map(|(position, charge)| PolicyDecision::new(charge, position)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -383,7 +391,7 @@ mod tests {
         let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let of = |names: &[String]| {
             let charges = names.iter().map(|name| PreparedCharge::new(name, "secret", &quota));
-            policy_names(&numbered(charges))
+            policy_names(&charges.collect::<Entries<'_>>())
         };
         assert_eq!(of(&[]), "");
         assert_eq!(of(&["a", "b", "a"].map(str::to_owned)), "a,b");
