@@ -1,6 +1,7 @@
 //! Rate limit headers as typed HTTP headers.
 
 use std::cell::Cell;
+use std::sync::LazyLock;
 
 use bytes::{Bytes, BytesMut};
 use http::header::RETRY_AFTER;
@@ -66,6 +67,20 @@ struct Buffers {
 /// Size of the memory that values are written to. A response that is kept keeps all of it.
 const SHARED_BYTES: usize = 1_024;
 
+const USUAL_HEADERS: [RateLimitHeader; 5] = [
+    RateLimitHeader::Policy,
+    RateLimitHeader::State,
+    RateLimitHeader::Limit,
+    RateLimitHeader::Remaining,
+    RateLimitHeader::Reset,
+];
+
+/// Map with the usual headers in their order, and without their values.
+static USUAL: LazyLock<HeaderMap> = LazyLock::new(|| {
+    let empty = |header| (typed(header), HeaderValue::from_static(""));
+    USUAL_HEADERS.map(empty).into_iter().collect()
+});
+
 thread_local! {
     static BUFFERS: Cell<Option<Buffers>> = const { Cell::new(None) };
 }
@@ -109,9 +124,26 @@ impl RenderedHeaders {
         }
     }
 
+    /// Returns whether these are the headers of an admitted request, with the older ones.
+    fn are_usual(&self) -> bool {
+        let headers = self.values.iter().flatten().map(|(header, _)| *header);
+        headers.eq(USUAL_HEADERS)
+    }
+
     /// Adds the headers to a response. Lists are appended to those of an inner layer; of headers
     /// with a single value, that of the inner layer stays.
     pub(super) fn add_to(self, headers: &mut HeaderMap) {
+        if headers.capacity() == 0 && self.are_usual() {
+            // A copy of a map with the same names saves the hashes of five names.
+            headers.clone_from(&USUAL);
+            let mut values = headers.values_mut();
+            self.for_each(|_, value| {
+                if let Some(place) = values.next() {
+                    *place = value;
+                }
+            });
+            return;
+        }
         self.for_each(|header, value| match header {
             RateLimitHeader::Policy | RateLimitHeader::State => {
                 headers.append(typed(header), value);
