@@ -240,7 +240,7 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
             return None;
         }
         Some(match self.charge(parts) {
-            Ok(Some(charge)) => self.limiter.acquire_at_once(Query::charge(charge)),
+            Ok(Some(charge)) => self.limiter.acquire_charge_at_once(charge),
             Ok(None) => Ok(PolicyDecisions::default()),
             Err(error) => Err(error),
         })

@@ -6,6 +6,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use tracing::Instrument as _;
+#[cfg(feature = "tower")]
+use tracing::level_filters::LevelFilter;
 
 use super::decisions::Entries;
 use super::key_source::shown;
@@ -151,6 +153,27 @@ impl<S: Store> PolicyLimiter<S> {
         let timeout = DEFAULT_QUERY_TIMEOUT;
         Self { limiter, policies: policies.into(), observer: (), timeout }
     }
+
+    /// Decides one enforced charge on a store that decides at once. Nothing observes it, so the
+    /// time of the query is not read; and no span is needed while no subscriber wants any.
+    #[cfg(feature = "tower")]
+    pub(crate) fn acquire_charge_at_once<'a>(
+        &'a self,
+        charge: PreparedCharge<'a>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        if LevelFilter::current() >= LevelFilter::DEBUG {
+            return self.acquire_at_once(Query::charge(charge));
+        }
+        let asked_at = self.limiter.store().clock().now();
+        let mut decisions = Entries::one(charge);
+        for entry in decisions.iter_mut() {
+            if let Some(charge) = entry.charge.charge() {
+                let decision = at_once(self.limiter.decide(Action::Acquire, &charge))?;
+                entry.set(decision);
+            }
+        }
+        Ok(PolicyDecisions { asked_at, decisions })
+    }
 }
 
 impl<S: Store, O: Observer> PolicyLimiter<S, O> {
@@ -207,14 +230,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &'a self,
         query: Query<'a, '_>,
     ) -> Result<PolicyDecisions<'a>, Error> {
-        let mut context = Context::from_waker(Waker::noop());
-        match pin!(self.acquire(query)).poll(&mut context) {
-            Poll::Ready(decided) => decided,
-            Poll::Pending => {
-                let reason = "it decides at once, but this decision was not ready";
-                Err(StoreError::Refused(reason.to_owned()).into())
-            }
-        }
+        at_once(self.acquire(query))
     }
 
     /// Applies an action to every limit of the request. Charges of [`Query::prepared`] have their
@@ -379,6 +395,17 @@ fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
         names.push(name);
     }
     names.join(",")
+}
+
+/// Returns the result of a future that is ready when it is first polled.
+fn at_once<T>(decided: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match pin!(decided).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(decided) => decided,
+        Poll::Pending => {
+            let reason = "it decides at once, but this decision was not ready";
+            Err(StoreError::Refused(reason.to_owned()).into())
+        }
+    }
 }
 
 #[cfg(test)]
