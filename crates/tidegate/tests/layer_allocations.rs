@@ -81,7 +81,7 @@ fn request_by_header_takes_two_allocations() {
 }
 
 #[test]
-fn request_by_policies_takes_two_more_for_the_selection_and_its_key() {
+fn request_by_policies_takes_three_more_for_the_selection() {
     let policy = Policy::builder("per-user", quota()).key(["header.x-user-id"]);
     let policies = Policies::new(vec![policy.build().expect("valid")]).expect("one policy");
     let layer = RateLimitLayer::with_policies(Limiter::new(MemoryStore::new()), policies);
