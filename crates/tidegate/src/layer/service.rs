@@ -104,28 +104,28 @@ where
         }
         let (parts, body) = request.into_parts();
         let snapshot = shared.limiter.snapshot();
-        let decided = shared.limiter.acquire_at_once(&snapshot, &parts).map(|decided| {
-            shared.admitted(&parts, decided).map(|decisions| {
-                if decisions.delay().is_zero() && shared.refund_on.is_none() {
-                    Admitted::Final(shared.responses.headers(&decisions))
-                } else {
-                    Admitted::Open(decisions.into_owned())
-                }
-            })
+        let decided = shared.limiter.acquire_at_once(&snapshot, &parts).map(|decided| match shared
+            .admitted(&parts, decided)
+        {
+            Err(response) => Outcome::Response(response),
+            Ok(decisions) if decisions.delay().is_zero() && shared.refund_on.is_none() => {
+                Outcome::Admitted(shared.responses.headers(&decisions))
+            }
+            Ok(decisions) => Outcome::Open(decisions.into_owned()),
         });
         let request = (parts, body);
         match decided {
-            Some(Ok(Admitted::Final(headers))) => {
+            Some(Outcome::Admitted(headers)) => {
                 let (parts, body) = request;
                 ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
             }
-            Some(Ok(Admitted::Open(decisions))) => {
+            Some(Outcome::Open(decisions)) => {
                 let (shared, ready) = (Arc::clone(shared), self.take_ready());
                 ResponseFuture::boxed(Box::pin(async move {
                     call_admitted(&shared, &snapshot, decisions, ready, request).await
                 }))
             }
-            Some(Err(response)) => ResponseFuture::of_layer(response),
+            Some(Outcome::Response(response)) => ResponseFuture::of_layer(response),
             None => {
                 let (shared, ready) = (Arc::clone(shared), self.take_ready());
                 ResponseFuture::boxed(Box::pin(call_limited(shared, snapshot, ready, request)))
@@ -143,12 +143,14 @@ impl<S: Clone, G> RateLimit<S, G> {
     }
 }
 
-/// Request that was admitted when the service was called.
-enum Admitted {
-    /// Only the headers are left to be added.
-    Final(RenderedHeaders),
-    /// The request has to wait for its turn, or may be refunded.
+/// Decision on a request that was made when the service was called.
+enum Outcome<R> {
+    /// The request is admitted, and only the headers are left to be added.
+    Admitted(RenderedHeaders),
+    /// The request is admitted, but it has to wait for its turn, or may be refunded.
     Open(PolicyDecisions<'static>),
+    /// The layer itself responds.
+    Response(Response<Body<R>>),
 }
 
 async fn call_limited<S, G, B, R>(
