@@ -190,7 +190,7 @@ test: setup $(CHECKS) ## Run all checks of main
 
 # The benchmarks are in bench/, a separate workspace. To run only some suites, for example
 # $(BENCH_RUN) scripts fleet report (see bench/src/main.rs).
-BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server redis-benchmark:redis-tools protoc:protobuf-compiler
+BENCH_TOOLS := wrk:wrk nginx:nginx-light h2load:nghttp2-client redis-server:redis-server redis-benchmark:redis-tools protoc:protobuf-compiler
 BENCH_MISSING = $(call missing,$(BENCH_TOOLS))
 BENCH_RUN = $(or $(CARGO_TARGET_DIR),bench/target)/release/tidegate-bench
 THROTTLECRAB = bench/target/peers/bin/throttlecrab-server
@@ -219,8 +219,8 @@ bench-redis: bench-tools bench-build ## Compare only decisions on Redis, with na
 bench-criterion: ## Run Criterion: nanoseconds per decision in memory, for each algorithm
 	cargo bench -p tidegate --locked
 
-bench-gateway: ## Compare the gateway with and without a limit, and with nginx limit_req
-	bench/gateway.sh
+bench-gateway: bench-tools bench-build ## Compare the gateway with nginx and limit_req, and the layer
+	$(BENCH_RUN) layer gateway
 
 # A static binary. For musl: rustup target add x86_64-unknown-linux-musl, apt-get install musl-tools,
 # CC_x86_64_unknown_linux_musl=musl-gcc make release RELEASE_TARGET=x86_64-unknown-linux-musl

@@ -5,6 +5,7 @@ use std::process::Command;
 use anyhow::{Result, bail, ensure};
 use tidegate_bench::plan::Plan;
 
+mod gateway;
 mod grpc;
 mod http;
 mod load;
@@ -20,9 +21,10 @@ mod service;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const SUITES: [&str; 10] = [
+const SUITES: [&str; 11] = [
     "in-process",
     "http",
+    "gateway",
     "resp",
     "scripts",
     "redis",
@@ -44,7 +46,9 @@ fn main() -> Result<()> {
     for suite in if suites.is_empty() { SUITES.map(str::to_owned).to_vec() } else { suites } {
         println!("== {suite}");
         match suite.as_str() {
-            "in-process" => in_process()?,
+            "in-process" => in_process(&[])?,
+            "layer" => in_process(&["layer"])?,
+            "gateway" => gateway::run(plan)?,
             "http" => http::run(plan)?,
             "resp" => resp::run(plan)?,
             "scripts" => redis::scripts::run(plan)?,
@@ -61,8 +65,8 @@ fn main() -> Result<()> {
 }
 
 /// Runs the suite in a separate process, which has a counting allocator.
-fn in_process() -> Result<()> {
-    let status = Command::new(process::own_binary("in_process")?).status()?;
+fn in_process(parts: &[&str]) -> Result<()> {
+    let status = Command::new(process::own_binary("in_process")?).args(parts).status()?;
     ensure!(status.success(), "in_process: {status}");
     Ok(())
 }

@@ -9,6 +9,7 @@ use self::chart::Chart;
 
 mod chart;
 mod environment;
+mod gateway;
 mod goals;
 mod in_process;
 mod naive;
@@ -20,7 +21,9 @@ mod resp;
 struct SuiteResults {
     in_process: Option<Results>,
     growth: Option<Results>,
+    layer: Option<Results>,
     http: Option<Results>,
+    gateway: Option<Results>,
     resp: Option<Results>,
     scripts: Option<Results>,
     redis: Option<Results>,
@@ -84,7 +87,9 @@ pub(crate) fn run() -> Result<()> {
     let suites = SuiteResults {
         in_process: Results::load("in-process")?,
         growth: Results::load("growth")?,
+        layer: Results::load("layer")?,
         http: Results::load("http")?,
+        gateway: Results::load("gateway")?,
         resp: Results::load("resp")?,
         scripts: Results::load("scripts")?,
         redis: Results::load("redis")?,
@@ -105,7 +110,7 @@ pub(crate) fn run() -> Result<()> {
     page.paragraph(
         "`make bench-http` runs only the suite of the service on memory, `make bench-redis` only \
          those of decisions on Redis. `bench/target/release/tidegate-bench` runs all suites, or \
-         those that are named: `in-process`, `http`, `resp`, `scripts`, `redis`, `fleet`, \
+         those that are named: `in-process`, `http`, `gateway`, `resp`, `scripts`, `redis`, `fleet`, \
          `cluster`, `service` and `logs`; `report` writes this page from their last results. With \
          `BENCH=quick` all are shorter.",
     );
@@ -113,6 +118,7 @@ pub(crate) fn run() -> Result<()> {
     goals::write(&mut page, &suites);
     in_process::write(&mut page, &suites);
     network::write(&mut page, &suites);
+    gateway::write(&mut page, &suites);
     resp::write(&mut page, &suites);
     naive::write(&mut page, &suites);
     redis::write(&mut page, &suites);

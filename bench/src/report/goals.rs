@@ -3,6 +3,8 @@
 use tidegate_bench::results::Results;
 use tidegate_bench::spread::Spread;
 
+use crate::gateway::CASES;
+
 use super::{NOT_MEASURED, Page, SuiteResults, abbreviate};
 
 mod redis;
@@ -24,7 +26,9 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     let mut goals = Vec::new();
     memory(suites.in_process.as_ref(), &mut goals);
     growth(suites.growth.as_ref(), &mut goals);
+    layer(suites.layer.as_ref(), &mut goals);
     network(suites.http.as_ref(), &mut goals);
+    gateway(suites.gateway.as_ref(), &mut goals);
     resp(suites.resp.as_ref(), &mut goals);
     redis::add(suites, &mut goals);
     let mark = |met: Option<bool>| match met {
@@ -189,6 +193,31 @@ fn network(results: Option<&Results>, goals: &mut Vec<Goal>) {
             measured: share.map_or(NOT_MEASURED.to_owned(), |share| format!("{share:.2}×")),
             met: share.map(|share| share >= 1.2),
         });
+    }
+}
+
+fn layer(results: Option<&Results>, goals: &mut Vec<Goal>) {
+    for (description, target, max, metric) in [
+        ("Tower layer around an empty service, ns per request", "≤ 250", 250.0, "ns"),
+        ("… allocations per request", "≤ 2", 2.0, "allocations"),
+    ] {
+        let median = results.and_then(|results| results.spread("layer", "one quota", metric));
+        let median = median.map(|spread| spread.median);
+        goals.push(Goal {
+            description: description.to_owned(),
+            target,
+            measured: median.map_or(NOT_MEASURED.to_owned(), |median| format!("{median:.0}")),
+            met: median.map(|median| median <= max),
+        });
+    }
+}
+
+fn gateway(results: Option<&Results>, goals: &mut Vec<Goal>) {
+    for (case, metric) in CASES {
+        let ratio =
+            results.and_then(|results| results.ratio(metric, (case, "tidegate"), (case, "nginx")));
+        let description = format!("gateway, {case}, compared with nginx and `limit_req`");
+        goals.push(Goal::at_least(description, "≥ 0.9×", 0.9, ratio));
     }
 }
 

@@ -121,6 +121,13 @@ impl Store for Backend {
         }
     }
 
+    fn decides_at_once(&self) -> bool {
+        match self {
+            Self::Memory(memory) => memory.decides_at_once(),
+            Self::Redis(_) => false,
+        }
+    }
+
     fn clock(&self) -> &dyn Clock {
         match self {
             Self::Memory(memory) => memory.store.clock(),
@@ -221,6 +228,10 @@ impl<S: Store> Store for InstrumentedStore<S> {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         self.instrumented(action, charges.len(), pin!(self.store.decide_all(action, charges))).await
+    }
+
+    fn decides_at_once(&self) -> bool {
+        self.store.decides_at_once()
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -110,41 +110,90 @@ pub fn for_each_header<'a>(
     with_x_headers: bool,
     mut header: impl FnMut(&'static str, &str),
 ) {
+    let (mut text, mut from) = (String::with_capacity(128), 0);
+    write_headers(states, with_x_headers, &mut text, |name, text| {
+        header(name.as_str(), &text[from..]);
+        from = text.len();
+    });
+}
+
+/// Header that a response may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RateLimitHeader {
+    Policy,
+    State,
+    RetryAfter,
+    Limit,
+    Remaining,
+    Reset,
+}
+
+impl RateLimitHeader {
+    pub(crate) const COUNT: usize = 6;
+
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Policy => "ratelimit-policy",
+            Self::State => "ratelimit",
+            Self::RetryAfter => "retry-after",
+            Self::Limit => "x-ratelimit-limit",
+            Self::Remaining => "x-ratelimit-remaining",
+            Self::Reset => "x-ratelimit-reset",
+        }
+    }
+}
+
+/// Appends the values of all headers to `text`, one after the other. `written` is called after
+/// each, with the whole text.
+#[inline]
+pub(crate) fn write_headers<'a>(
+    states: impl Iterator<Item = PolicyState<'a>> + Clone,
+    with_x_headers: bool,
+    text: &mut String,
+    mut written: impl FnMut(RateLimitHeader, &str),
+) {
     let binding = states.clone().min_by_key(|state| state.decision.rank());
     let Some(binding) = binding else { return };
     let wait = binding.decision.retry_after;
     let retry_after = (!binding.decision.allowed && !wait.is_zero()).then(|| seconds(wait));
-    let mut value = String::with_capacity(64);
+    let mut separator = "";
     for PolicyState { policy, quota, partition_key, .. } in states.clone() {
-        push_name(&mut value, policy);
-        push_number(&mut value, ";q=", quota.burst());
-        push_number(&mut value, ";w=", quota.drain_micros().div_ceil(1_000_000));
-        push_partition_key(&mut value, partition_key);
+        push_name(text, separator, policy);
+        push_number(text, ";q=", quota.burst());
+        push_number(text, ";w=", quota.drain_micros().div_ceil(1_000_000));
+        push_partition_key(text, partition_key);
+        separator = SEPARATOR;
     }
-    header("ratelimit-policy", &value);
-    value.clear();
+    written(RateLimitHeader::Policy, text);
+    separator = "";
     for state in states {
-        push_name(&mut value, state.policy);
-        push_number(&mut value, ";r=", state.decision.remaining);
+        push_name(text, separator, state.policy);
+        push_number(text, ";r=", state.decision.remaining);
         if let Some(wait) = state.more_after() {
-            push_number(&mut value, ";t=", seconds(wait).min(retry_after.unwrap_or(u64::MAX)));
+            push_number(text, ";t=", seconds(wait).min(retry_after.unwrap_or(u64::MAX)));
         }
-        push_partition_key(&mut value, state.partition_key);
+        push_partition_key(text, state.partition_key);
+        separator = SEPARATOR;
     }
-    header("ratelimit", &value);
-    let mut digits = itoa::Buffer::new();
+    written(RateLimitHeader::State, text);
     if let Some(retry_after) = retry_after {
-        header("retry-after", digits.format(retry_after));
+        push_number(text, "", retry_after);
+        written(RateLimitHeader::RetryAfter, text);
     }
     if with_x_headers {
-        header("x-ratelimit-limit", digits.format(binding.quota.burst()));
-        header("x-ratelimit-remaining", digits.format(binding.decision.remaining));
+        push_number(text, "", binding.quota.burst());
+        written(RateLimitHeader::Limit, text);
+        push_number(text, "", binding.decision.remaining);
+        written(RateLimitHeader::Remaining, text);
         if binding.decision.allowed || retry_after.is_some() {
-            let reset = binding.decision.reset_after.max(wait);
-            header("x-ratelimit-reset", digits.format(seconds(reset)));
+            push_number(text, "", seconds(binding.decision.reset_after.max(wait)));
+            written(RateLimitHeader::Reset, text);
         }
     }
 }
+
+/// Separator of the items of a list.
+const SEPARATOR: &str = ", ";
 
 impl PolicyState<'_> {
     /// Returns the time until more quota becomes available. `None` if all of it is available, or if
@@ -202,9 +251,10 @@ fn push_partition_key(value: &mut String, partition_key: Option<[u8; 16]>) {
 
 /// Appends an item to a list: the name as a string of structured fields, which has only printable
 /// ASCII. Names that differ stay different.
-fn push_name(value: &mut String, name: &str) {
+fn push_name(value: &mut String, separator: &str, name: &str) {
     const HEX: &[u8; 16] = b"0123456789ABCDEF";
-    value.push_str(if value.is_empty() { "\"" } else { ", \"" });
+    value.push_str(separator);
+    value.push('"');
     let is_plain = |byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\' | b'%');
     if name.bytes().all(is_plain) {
         value.push_str(name);
@@ -334,9 +384,9 @@ mod tests {
     #[test]
     fn policy_name_cannot_break_out_of_its_header() {
         let mut value = String::new();
-        push_name(&mut value, "a\"b\\c\r\né");
-        push_name(&mut value, "50%");
-        push_name(&mut value, "plain");
+        push_name(&mut value, "", "a\"b\\c\r\né");
+        push_name(&mut value, ", ", "50%");
+        push_name(&mut value, ", ", "plain");
         assert_eq!(value, r#""a\"b\\c%0D%0A%C3%A9", "50%25", "plain""#);
     }
 }

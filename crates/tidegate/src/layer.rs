@@ -104,6 +104,7 @@ use crate::quota::Quota;
 use crate::store::Store;
 
 mod body;
+mod future;
 mod grpc;
 mod headers;
 mod request_limiter;
@@ -113,6 +114,7 @@ mod responses;
 mod service;
 
 pub use body::Body;
+pub use future::ResponseFuture;
 pub use headers::for_each_header_value;
 pub use request_limiter::RequestLimiter;
 pub use request_limiters::{
@@ -193,7 +195,7 @@ impl<S: Store> RateLimitLayer<QuotaRequestLimiter<S>> {
         if let Err(error) = check_http(source.as_str()) {
             panic!("RateLimitLayer::by: {error}");
         }
-        self.with(|shared| shared.limiter.key = request_limiters::KeySelector::Source(source))
+        self.with(|shared| shared.limiter.key = source.into())
     }
 
     /// Counts by a key that the closure takes from the request. `None` or an empty key: the request

@@ -92,6 +92,13 @@ pub trait Store: Send + Sync + 'static {
     /// Returns the clock of this store's decisions. A [`Limiter`](crate::Limiter) that waits for
     /// units sleeps by it.
     fn clock(&self) -> &dyn Clock;
+
+    /// Returns whether every decision is ready when its future is polled for the first time, as in
+    /// memory. The Tower layer decides such requests without a future of its own.
+    #[doc(hidden)]
+    fn decides_at_once(&self) -> bool {
+        false
+    }
 }
 
 /// Lets several owners use one store, such as a limiter with a fallback and one without.
@@ -123,6 +130,10 @@ impl<S: Store> Store for Arc<S> {
 
     fn clock(&self) -> &dyn Clock {
         S::clock(self)
+    }
+
+    fn decides_at_once(&self) -> bool {
+        S::decides_at_once(self)
     }
 }
 

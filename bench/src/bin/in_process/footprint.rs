@@ -10,6 +10,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 static IS_COUNTING: AtomicBool = AtomicBool::new(false);
 static BYTES: AtomicI64 = AtomicI64::new(0);
+static ALLOCATIONS: AtomicI64 = AtomicI64::new(0);
 
 /// The system allocator, which is the default of all candidates. If counting is off, the overhead
 /// is one atomic load.
@@ -22,6 +23,13 @@ pub(crate) fn measure_allocated<T>(work: impl FnOnce() -> T) -> (T, i64) {
     let result = work();
     IS_COUNTING.store(false, Ordering::SeqCst);
     (result, BYTES.load(Ordering::SeqCst))
+}
+
+/// Runs `work`, and returns the number of its allocations.
+pub(crate) fn count_allocations(work: impl FnOnce()) -> i64 {
+    ALLOCATIONS.store(0, Ordering::SeqCst);
+    measure_allocated(work);
+    ALLOCATIONS.load(Ordering::SeqCst)
 }
 
 /// Returns the size of a block in glibc: a header of eight bytes, a minimum of 32, rounded up to a
@@ -38,6 +46,9 @@ fn footprint(size: usize) -> i64 {
 fn count(change: i64) {
     if IS_COUNTING.load(Ordering::Relaxed) {
         BYTES.fetch_add(change, Ordering::Relaxed);
+        if change > 0 {
+            ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 

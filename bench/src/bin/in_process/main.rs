@@ -20,6 +20,7 @@ mod candidates;
 mod footprint;
 mod growth;
 mod key_sequence;
+mod layer;
 mod turns;
 
 const MILLION: usize = 1_000_000;
@@ -28,6 +29,10 @@ const MAX_FILL_SECONDS: f64 = 45.0;
 
 fn main() -> Result<()> {
     let plan = Plan::from_env();
+    layer::run(plan)?;
+    if std::env::args().nth(1).as_deref() == Some("layer") {
+        return Ok(());
+    }
     let mut results = Results::new("in-process", plan);
     for &keys in plan.keys() {
         for scenario in [Scenario::Allowed, Scenario::Denied] {

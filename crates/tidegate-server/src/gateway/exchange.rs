@@ -252,7 +252,12 @@ impl Service<listener::Request> for ObservedGateway {
     fn call(&mut self, mut request: listener::Request) -> ObservedFuture {
         let exchange = Exchange::start(&self.telemetry, &self.state, &request);
         request.extensions_mut().insert(Arc::clone(&exchange));
-        ObservedFuture { response: self.gateway.call(request), exchange: Some(exchange) }
+        // A decision in memory is made here, so its span needs the parent, too.
+        let response = {
+            let _entered = exchange.span.enter();
+            self.gateway.call(request)
+        };
+        ObservedFuture { response, exchange: Some(exchange) }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The rate limit layer in front of the proxy.
 
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -8,7 +9,7 @@ use axum::body::Body;
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
 use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
-use tidegate::{Action, Error, PolicyDecisions, Query};
+use tidegate::{Action, Error, PolicyDecisions, Query, Store as _};
 use tower::{Layer as _, Service};
 
 use super::exchange::Exchange;
@@ -42,6 +43,25 @@ impl RequestLimiter for GatewayLimiter {
             exchange.decided(result.as_ref());
         }
         result
+    }
+
+    fn acquire_at_once<'a>(
+        &'a self,
+        active: &'a Arc<ActiveConfig>,
+        parts: &'a Parts,
+    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
+        if !active.limiter.limiter().store().decides_at_once() {
+            return None;
+        }
+        let Some(peer) = parts.extensions.get::<Peer>() else {
+            return Some(Err(Error::UnknownPeer));
+        };
+        let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
+        let result = active.limiter.acquire_at_once(Query::attributes(&request));
+        if let Some(exchange) = Exchange::of(&parts.extensions) {
+            exchange.decided(result.as_ref());
+        }
+        Some(result)
     }
 
     async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
@@ -123,8 +143,8 @@ pub(crate) struct ResponseFuture {
 impl Future for ResponseFuture {
     type Output = Result<Response<layer::Body<Body>>, Infallible>;
 
-    fn poll(mut self: std::pin::Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.response.as_mut().poll(cx).map_ok(|mut response| {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.response).poll(cx).map_ok(|mut response| {
             let status = response.status();
             let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
             if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {

@@ -101,6 +101,18 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
         parts: &Parts,
     ) -> impl Future<Output = Result<PolicyDecisions<'a>, Error>> + Send;
 
+    /// Decides a request like [`acquire`](Self::acquire), if that takes no wait, as on memory: the
+    /// layer then needs no allocation for the decision. `None`, the default, if it may wait; the
+    /// layer calls `acquire` then.
+    fn acquire_at_once<'a>(
+        &'a self,
+        snapshot: &'a Self::Snapshot,
+        parts: &'a Parts,
+    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
+        let _ = (snapshot, parts);
+        None
+    }
+
     /// Returns the units that an admitted request took, because
     /// [`RateLimitLayer::refund_on`](super::RateLimitLayer::refund_on) accepts the status of its
     /// response, or because the client disconnected while the request waited for its turn.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use http::header::{COOKIE, HeaderName};
 use http::request::Parts;
 
 use super::request_limiter::RequestLimiter;
@@ -14,7 +15,7 @@ use crate::client_ip::ClientIp;
 use crate::limiter::{Error, Limiter};
 use crate::policy::{
     Attributes as _, KeySource, Observer, OnStoreFailure, Policies, PolicyDecisions, PolicyLimiter,
-    PreparedCharge, Query,
+    PreparedCharge, Query, text,
 };
 use crate::quota::Quota;
 use crate::store::Store;
@@ -90,7 +91,21 @@ pub(super) enum KeySelector {
     /// All requests together.
     All,
     Source(KeySource),
+    /// One header, whose name needs no parsing.
+    Header(KeySource, HeaderName),
     Custom(Arc<KeyFn>),
+}
+
+impl From<KeySource> for KeySelector {
+    fn from(source: KeySource) -> Self {
+        let header = source.as_str().strip_prefix("header.");
+        // Cookies may be split into several headers.
+        let header = header.and_then(|name| name.parse().ok()).filter(|name| *name != COOKIE);
+        match header {
+            Some(name) => Self::Header(source, name),
+            None => Self::Source(source),
+        }
+    }
 }
 
 /// Options of a request limiter for reading requests: the address of the peer, the trusted proxies
@@ -156,17 +171,22 @@ impl<S: Store> QuotaRequestLimiter<S> {
     }
 
     /// Returns the key of a request; `None` if the request lacks it and is not limited.
-    fn key(&self, parts: &Parts) -> Result<Option<String>, Error> {
+    fn key<'r>(&self, parts: &'r Parts) -> Result<Option<Cow<'r, str>>, Error> {
         let key = match &self.key {
-            KeySelector::All => Some("all".to_owned()),
-            KeySelector::Custom(key) => key(parts).map(Cow::into_owned),
+            KeySelector::All => Some(Cow::Borrowed("all")),
+            KeySelector::Custom(key) => key(parts),
+            KeySelector::Header(source, name) => {
+                let mut values = parts.headers.get_all(name).iter();
+                let value = values.next().map(|value| text(value.as_bytes()));
+                source.read_one(value, values.next().is_some(), self.policy_name())?
+            }
             KeySelector::Source(source) => {
                 let request = self.options.request_parts(parts);
                 let key = source.read(&request, self.policy_name())?.map(Cow::into_owned);
                 if request.lacks_peer() {
                     return Err(Error::UnknownPeer);
                 }
-                key
+                key.map(Cow::Owned)
             }
         };
         let key = key.filter(|key| !key.is_empty());
@@ -175,6 +195,17 @@ impl<S: Store> QuotaRequestLimiter<S> {
             tracing::info!(policy, "request not limited: it lacks the key (logged once)");
         }
         Ok(key)
+    }
+
+    /// Returns the charge of a request; `None` if the request is not limited.
+    fn charge<'a>(&'a self, parts: &'a Parts) -> Result<Option<PreparedCharge<'a>>, Error> {
+        let cost = self.options.cost(parts).unwrap_or(1);
+        let key = if cost == 0 { None } else { self.key(parts)? };
+        Ok(key.map(|key| {
+            PreparedCharge::new(self.policy_name(), key, &self.quota)
+                .with_cost(cost)
+                .with_on_store_failure(self.on_store_failure)
+        }))
     }
 }
 
@@ -194,13 +225,25 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
         (): &'a (),
         parts: &Parts,
     ) -> Result<PolicyDecisions<'a>, Error> {
-        let cost = self.options.cost(parts).unwrap_or(1);
-        let key = if cost == 0 { None } else { self.key(parts)? };
-        let Some(key) = key else { return Ok(PolicyDecisions::default()) };
-        let charge = PreparedCharge::new(self.policy_name(), key, &self.quota)
-            .with_cost(cost)
-            .with_on_store_failure(self.on_store_failure);
-        self.limiter.acquire(Query::prepared(vec![charge])).await
+        let Some(charge) = self.charge(parts)? else { return Ok(PolicyDecisions::default()) };
+        self.limiter
+            .acquire(Query::charge(charge.with_owned_key(self.policy_name(), &self.quota)))
+            .await
+    }
+
+    fn acquire_at_once<'a>(
+        &'a self,
+        (): &'a (),
+        parts: &'a Parts,
+    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
+        if !self.limiter.limiter().store().decides_at_once() {
+            return None;
+        }
+        Some(match self.charge(parts) {
+            Ok(Some(charge)) => self.limiter.acquire_charge_at_once(charge),
+            Ok(None) => Ok(PolicyDecisions::default()),
+            Err(error) => Err(error),
+        })
     }
 
     async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {
@@ -228,6 +271,22 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLi
         }
         let request = self.options.request_parts(parts);
         self.limiter.acquire(Query::attributes(&request).with_cost(cost)).await
+    }
+
+    fn acquire_at_once<'a>(
+        &'a self,
+        (): &'a (),
+        parts: &'a Parts,
+    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
+        if !self.limiter.limiter().store().decides_at_once() {
+            return None;
+        }
+        let cost = self.options.cost(parts);
+        if cost == Some(0) {
+            return Some(Ok(PolicyDecisions::default()));
+        }
+        let request = self.options.request_parts(parts);
+        Some(self.limiter.acquire_at_once(Query::attributes(&request).with_cost(cost)))
     }
 
     async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {

@@ -7,11 +7,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderValue, Response, StatusCode};
 
 use super::body::Body;
 use super::grpc::{self, Code};
-use super::headers::for_each_header_value;
+use super::headers::RenderedHeaders;
 use crate::charge::ChargeError;
 use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
 use crate::limiter::Error;
@@ -138,7 +138,7 @@ impl Responses {
         } else {
             (self.on_denied)(denial).map(Body::of_layer)
         };
-        self.add_headers(response.headers_mut(), denial.decisions);
+        self.headers(denial.decisions).add_to(response.headers_mut());
         response
     }
 
@@ -154,21 +154,15 @@ impl Responses {
         (self.on_error)(error).map(Body::of_layer)
     }
 
-    /// Adds the headers. Lists are appended to those of an inner layer; of headers with a single
-    /// value, that of the inner layer stays.
-    pub(super) fn add_headers(&self, headers: &mut HeaderMap, decisions: &PolicyDecisions<'_>) {
-        let insert = |name: HeaderName, value: HeaderValue| {
-            let is_list = matches!(name.as_str(), "ratelimit" | "ratelimit-policy");
-            if is_list {
-                headers.append(name, value);
-            } else {
-                headers.entry(name).or_insert(value);
+    /// Returns the headers of a response.
+    pub(super) fn headers(&self, decisions: &PolicyDecisions<'_>) -> RenderedHeaders {
+        match &self.partition_key {
+            None => RenderedHeaders::new(decisions.header_states(), self.x_ratelimit_headers),
+            Some(partition_key) => {
+                let states = decisions.header_states_with(|entry| partition_key(entry));
+                RenderedHeaders::new(states, self.x_ratelimit_headers)
             }
-        };
-        let partition_key =
-            |entry: &PolicyDecision<'_>| self.partition_key.as_ref().and_then(|key| key(entry));
-        let states = decisions.header_states_with(partition_key);
-        for_each_header_value(states, self.x_ratelimit_headers, insert);
+        }
     }
 }
 

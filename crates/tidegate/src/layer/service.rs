@@ -1,20 +1,22 @@
 //! [`RateLimit`]: the service around a service.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use tokio::runtime::Handle;
 use tower_service::Service;
 
 use super::body::Body;
+use super::future::ResponseFuture;
+use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
 use super::{LayerState, grpc};
+use crate::limiter::Error;
 use crate::policy::PolicyDecisions;
 
 /// Service that passes admitted requests to the inner service.
@@ -89,53 +91,103 @@ where
 {
     type Response = Response<Body<R>>;
     type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+    type Future = ResponseFuture<S::Future, R, S::Error>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         self.inner.poll_ready(context)
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        // Call the instance that was polled ready; its clone may not be.
-        let clone = self.inner.clone();
-        let mut ready = std::mem::replace(&mut self.inner, clone);
-        if self.shared.exempt_preflight && is_preflight(&request) {
-            let response = ready.call(request);
-            return Box::pin(async move { Ok(response.await?.map(Body::of_service)) });
+        let shared = &self.shared;
+        if shared.exempt_preflight && is_preflight(&request) {
+            return ResponseFuture::called(self.inner.call(request), RenderedHeaders::default());
         }
-        Box::pin(call_limited(Arc::clone(&self.shared), ready, request))
+        let (parts, body) = request.into_parts();
+        let snapshot = shared.limiter.snapshot();
+        let decided = shared.limiter.acquire_at_once(&snapshot, &parts).map(|decided| match shared
+            .admitted(&parts, decided)
+        {
+            Err(response) => Outcome::Response(response),
+            Ok(decisions) if decisions.delay().is_zero() && shared.refund_on.is_none() => {
+                Outcome::Admitted(shared.responses.headers(&decisions))
+            }
+            Ok(decisions) => Outcome::Open(decisions.into_owned()),
+        });
+        let request = (parts, body);
+        match decided {
+            Some(Outcome::Admitted(headers)) => {
+                let (parts, body) = request;
+                ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
+            }
+            Some(Outcome::Open(decisions)) => {
+                let (shared, ready) = (Arc::clone(shared), self.take_ready());
+                ResponseFuture::boxed(Box::pin(async move {
+                    call_admitted(&shared, &snapshot, decisions, ready, request).await
+                }))
+            }
+            Some(Outcome::Response(response)) => ResponseFuture::of_layer(response),
+            None => {
+                let (shared, ready) = (Arc::clone(shared), self.take_ready());
+                ResponseFuture::boxed(Box::pin(call_limited(shared, snapshot, ready, request)))
+            }
+        }
     }
+}
+
+impl<S: Clone, G> RateLimit<S, G> {
+    /// Returns the instance that was polled ready, for a future that calls it; its clone, which
+    /// stays, may not be.
+    fn take_ready(&mut self) -> S {
+        let clone = self.inner.clone();
+        std::mem::replace(&mut self.inner, clone)
+    }
+}
+
+/// Decision on a request that was made when the service was called.
+enum Outcome<R> {
+    /// The request is admitted, and only the headers are left to be added.
+    Admitted(RenderedHeaders),
+    /// The request is admitted, but it has to wait for its turn, or may be refunded.
+    Open(PolicyDecisions<'static>),
+    /// The layer itself responds.
+    Response(Response<Body<R>>),
 }
 
 async fn call_limited<S, G, B, R>(
     shared: Arc<LayerState<G>>,
-    mut ready: S,
-    request: Request<B>,
+    snapshot: G::Snapshot,
+    ready: S,
+    request: (Parts, B),
 ) -> Result<Response<Body<R>>, S::Error>
 where
     S: Service<Request<B>, Response = Response<R>>,
     G: RequestLimiter,
 {
-    let (parts, body) = request.into_parts();
-    let snapshot = shared.limiter.snapshot();
-    let decisions = match shared.limiter.acquire(&snapshot, &parts).await {
-        Ok(decisions) => decisions,
-        Err(error) => {
-            let response = shared.responses.error_response(&parts, &error);
-            return Ok(without_body_for_head(&parts.method, response));
-        }
-    };
-    if let Some(denied_by) = decisions.denied_by() {
-        let denial = Denial { parts: &parts, decisions: &decisions, denied_by };
-        return Ok(without_body_for_head(&parts.method, shared.responses.denied(&denial)));
+    let decided = shared.limiter.acquire(&snapshot, &request.0).await;
+    match shared.admitted(&request.0, decided) {
+        Ok(decisions) => call_admitted(&shared, &snapshot, decisions, ready, request).await,
+        Err(response) => Ok(response),
     }
-    let decisions = wait_for_turn(&shared, &snapshot, decisions).await;
+}
+
+async fn call_admitted<S, G, B, R>(
+    shared: &Arc<LayerState<G>>,
+    snapshot: &G::Snapshot,
+    decisions: PolicyDecisions<'_>,
+    mut ready: S,
+    (parts, body): (Parts, B),
+) -> Result<Response<Body<R>>, S::Error>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    G: RequestLimiter,
+{
+    let decisions = wait_for_turn(shared, snapshot, decisions).await;
     let result = ready.call(Request::from_parts(parts, body)).await;
     if shared.refunds(&result) {
-        refund(&shared, &snapshot, decisions.clone()).await;
+        refund(shared, snapshot, decisions.clone()).await;
     }
     let mut response = result?;
-    shared.responses.add_headers(response.headers_mut(), &decisions);
+    shared.responses.headers(&decisions).add_to(response.headers_mut());
     Ok(response.map(Body::of_service))
 }
 
@@ -153,6 +205,26 @@ fn without_body_for_head<R>(method: &Method, response: Response<Body<R>>) -> Res
 }
 
 impl<G> LayerState<G> {
+    /// Returns the decisions of a request that is admitted, or the response to any other.
+    #[expect(clippy::result_large_err, reason = "the error is a response")]
+    fn admitted<'a, R>(
+        &self,
+        parts: &Parts,
+        decided: Result<PolicyDecisions<'a>, Error>,
+    ) -> Result<PolicyDecisions<'a>, Response<Body<R>>> {
+        let response = match decided {
+            Err(error) => self.responses.error_response(parts, &error),
+            Ok(decisions) => match decisions.denied_by() {
+                None => return Ok(decisions),
+                Some(denied_by) => {
+                    let denial = Denial { parts, decisions: &decisions, denied_by };
+                    self.responses.denied(&denial)
+                }
+            },
+        };
+        Err(without_body_for_head(&parts.method, response))
+    }
+
     /// Returns whether to refund the request. An error without a response counts as a status of
     /// 500.
     fn refunds<R, E>(&self, result: &Result<Response<R>, E>) -> bool {

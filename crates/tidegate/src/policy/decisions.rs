@@ -1,5 +1,6 @@
 //! [`PolicyDecisions`]: the answer of all limits that apply to a request.
 
+use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use super::{Enforcement, PreparedCharge};
@@ -71,7 +72,66 @@ pub struct PolicyDecision<'a> {
 pub struct PolicyDecisions<'a> {
     /// Time just before the first call, by the store's clock.
     pub(super) asked_at: Timestamp,
-    pub(super) decisions: Vec<PolicyDecision<'a>>,
+    pub(super) decisions: Entries<'a>,
+}
+
+/// Entries of a request. A single one, as of nearly every request, needs no allocation.
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "the large variant is the usual one")]
+pub(super) enum Entries<'a> {
+    One(PolicyDecision<'a>),
+    Several(Vec<PolicyDecision<'a>>),
+}
+
+impl<'a> Entries<'a> {
+    pub(super) fn one(charge: PreparedCharge<'a>) -> Self {
+        Self::One(PolicyDecision::new(charge, 0))
+    }
+
+    /// Removes the entries that could not be decided.
+    pub(super) fn retain_decided(&mut self) {
+        match self {
+            Self::One(entry) if entry.decided => {}
+            Self::One(_) => *self = Self::default(),
+            Self::Several(entries) => entries.retain(|entry| entry.decided),
+        }
+    }
+}
+
+impl Default for Entries<'_> {
+    fn default() -> Self {
+        Self::Several(Vec::new())
+    }
+}
+
+impl<'a> FromIterator<PreparedCharge<'a>> for Entries<'a> {
+    fn from_iter<T: IntoIterator<Item = PreparedCharge<'a>>>(charges: T) -> Self {
+        let mut charges = charges.into_iter();
+        let Some(first) = charges.next() else { return Self::default() };
+        let Some(second) = charges.next() else { return Self::one(first) };
+        let all = [first, second].into_iter().chain(charges).enumerate();
+        Self::Several(all.map(|(position, charge)| PolicyDecision::new(charge, position)).collect())
+    }
+}
+
+impl<'a> Deref for Entries<'a> {
+    type Target = [PolicyDecision<'a>];
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::One(entry) => std::slice::from_ref(entry),
+            Self::Several(entries) => entries,
+        }
+    }
+}
+
+impl DerefMut for Entries<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        match self {
+            Self::One(entry) => std::slice::from_mut(entry),
+            Self::Several(entries) => entries,
+        }
+    }
 }
 
 impl<'a> PolicyDecisions<'a> {
@@ -159,7 +219,10 @@ impl<'a> PolicyDecisions<'a> {
             rejected: entry.rejected,
             position: entry.position,
         };
-        let decisions = self.decisions.into_iter().map(owned).collect();
+        let decisions = match self.decisions {
+            Entries::One(entry) => Entries::One(owned(entry)),
+            Entries::Several(entries) => Entries::Several(entries.into_iter().map(owned).collect()),
+        };
         PolicyDecisions { asked_at: self.asked_at, decisions }
     }
 

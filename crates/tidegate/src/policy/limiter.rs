@@ -1,10 +1,15 @@
 //! [`PolicyLimiter`]: the decision pipeline behind every front door.
 
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use tracing::Instrument as _;
+#[cfg(feature = "tower")]
+use tracing::level_filters::LevelFilter;
 
+use super::decisions::Entries;
 use super::key_source::shown;
 use super::query::Target;
 use super::{
@@ -12,7 +17,7 @@ use super::{
 };
 use crate::limiter::{Error, Limiter};
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Store};
+use crate::store::{Action, Store, StoreError};
 
 /// Policies and a limiter: selects the policies that apply to a request, decides them all or
 /// nothing, and reports the result to an [`Observer`].
@@ -148,6 +153,27 @@ impl<S: Store> PolicyLimiter<S> {
         let timeout = DEFAULT_QUERY_TIMEOUT;
         Self { limiter, policies: policies.into(), observer: (), timeout }
     }
+
+    /// Decides one enforced charge on a store that decides at once. Nothing observes it, so the
+    /// time of the query is not read; and no span is needed while no subscriber wants any.
+    #[cfg(feature = "tower")]
+    pub(crate) fn acquire_charge_at_once<'a>(
+        &'a self,
+        charge: PreparedCharge<'a>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        if LevelFilter::current() >= LevelFilter::DEBUG {
+            return self.acquire_at_once(Query::charge(charge));
+        }
+        let asked_at = self.limiter.store().clock().now();
+        let mut decisions = Entries::one(charge);
+        for entry in decisions.iter_mut() {
+            if let Some(charge) = entry.charge.charge() {
+                let decision = at_once(self.limiter.decide(Action::Acquire, &charge))?;
+                entry.set(decision);
+            }
+        }
+        Ok(PolicyDecisions { asked_at, decisions })
+    }
 }
 
 impl<S: Store, O: Observer> PolicyLimiter<S, O> {
@@ -198,6 +224,15 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         self.decide(Action::Acquire, query).await
     }
 
+    /// Decides the request as [`acquire`](Self::acquire) does, on a store that decides at once.
+    #[doc(hidden)]
+    pub fn acquire_at_once<'a>(
+        &'a self,
+        query: Query<'a, '_>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        at_once(self.acquire(query))
+    }
+
     /// Applies an action to every limit of the request. Charges of [`Query::prepared`] have their
     /// own actions.
     ///
@@ -238,28 +273,25 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Returns the undecided entries of a query. Rejections are already decided.
-    fn prepare<'a>(
-        &'a self,
-        action: Action,
-        query: Query<'a, '_>,
-    ) -> Result<Vec<PolicyDecision<'a>>, Error> {
+    fn prepare<'a>(&'a self, action: Action, query: Query<'a, '_>) -> Result<Entries<'a>, Error> {
         let (cost, charged_at) = (query.cost, query.charged_at);
         Ok(match query.target {
             Target::Policy { policy, key } => {
                 let charge = PreparedCharge::of_policy(self.policy(policy)?, key, cost);
-                one(charge.with_action(action).with_charged_at(charged_at))
+                Entries::one(charge.with_action(action).with_charged_at(charged_at))
             }
             Target::Quota { key, quota } => {
                 let charge = PreparedCharge::new(quota.default_policy_name(), key, quota)
                     .with_cost(cost.unwrap_or(1))
                     .with_action(action)
                     .with_charged_at(charged_at);
-                one(match query.metric_name {
+                Entries::one(match query.metric_name {
                     Some(name) => charge.with_metric_name(name),
                     None => charge,
                 })
             }
-            Target::Prepared(charges) => numbered(charges.into_iter()),
+            Target::Charge(charge) => Entries::one(charge),
+            Target::Prepared(charges) => charges.into_iter().collect(),
             Target::Attributes { attributes, only } => {
                 let selection = match only {
                     Some(name) => self.policy(name)?.select(attributes, cost)?,
@@ -270,13 +302,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 }
                 self.report_missing_keys(&selection);
                 if let Some(policy) = selection.rejected_by {
-                    return Ok(one(PreparedCharge::rejected(policy).with_action(action)));
+                    return Ok(Entries::one(PreparedCharge::rejected(policy).with_action(action)));
                 }
                 let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
                 let charges = charges.map(|charge| charge.with_charged_at(charged_at));
                 let rejections = selection.shadow_rejections.into_iter();
                 let rejections = rejections.map(PreparedCharge::rejected);
-                numbered(charges.chain(rejections).map(|charge| charge.with_action(action)))
+                charges.chain(rejections).map(|charge| charge.with_action(action)).collect()
             }
         })
     }
@@ -285,12 +317,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &'a self,
         action: Action,
         start: Instant,
-        mut entries: Vec<PolicyDecision<'a>>,
+        mut entries: Entries<'a>,
     ) -> Result<PolicyDecisions<'a>, Error> {
         let asked_at = self.limiter.store().clock().now();
         let decided = self.decide_entries(start, &mut entries).await;
         decided.inspect_err(|error| self.observer.failed(action, error))?;
-        entries.retain(|entry| entry.decided);
+        entries.retain_decided();
         let decisions = PolicyDecisions { asked_at, decisions: entries };
         self.observer.decided(action, &decisions, start);
         Ok(decisions)
@@ -365,12 +397,15 @@ fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
     names.join(",")
 }
 
-fn one(charge: PreparedCharge<'_>) -> Vec<PolicyDecision<'_>> {
-    vec![PolicyDecision::new(charge, 0)]
-}
-
-fn numbered<'a>(charges: impl Iterator<Item = PreparedCharge<'a>>) -> Vec<PolicyDecision<'a>> {
-    charges.enumerate().map(|(position, charge)| PolicyDecision::new(charge, position)).collect()
+/// Returns the result of a future that is ready when it is first polled.
+fn at_once<T>(decided: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match pin!(decided).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(decided) => decided,
+        Poll::Pending => {
+            let reason = "it decides at once, but this decision was not ready";
+            Err(StoreError::Refused(reason.to_owned()).into())
+        }
+    }
 }
 
 #[cfg(test)]
@@ -383,7 +418,7 @@ mod tests {
         let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let of = |names: &[String]| {
             let charges = names.iter().map(|name| PreparedCharge::new(name, "secret", &quota));
-            policy_names(&numbered(charges))
+            policy_names(&charges.collect::<Entries<'_>>())
         };
         assert_eq!(of(&[]), "");
         assert_eq!(of(&["a", "b", "a"].map(str::to_owned)), "a,b");

@@ -61,6 +61,7 @@ pub(super) enum Target<'a, 'q> {
     Policy { policy: &'q str, key: &'a str },
     Attributes { attributes: &'q (dyn Attributes + Sync), only: Option<&'q str> },
     Quota { key: &'a str, quota: &'a Quota },
+    Charge(PreparedCharge<'a>),
     Prepared(Vec<PreparedCharge<'a>>),
 }
 
@@ -101,6 +102,13 @@ impl<'a, 'q> Query<'a, 'q> {
     #[must_use]
     pub fn prepared(charges: Vec<PreparedCharge<'a>>) -> Self {
         Self::new(Target::Prepared(charges))
+    }
+
+    /// Asks one charge that the front door has prepared, with its own action.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn charge(charge: PreparedCharge<'a>) -> Self {
+        Self::new(Target::Charge(charge))
     }
 
     /// Sets the cost, which takes precedence over those of the policies. `None`, the default,
@@ -416,6 +424,17 @@ impl<'a> PreparedCharge<'a> {
 
     pub(super) fn has_same_count(&self, other: &Self) -> bool {
         self.key == other.key && self.policy == other.policy
+    }
+
+    /// Copies the key, so that the charge outlives the request. It counts under `policy`.
+    #[cfg(feature = "tower")]
+    pub(crate) fn with_owned_key<'b>(
+        self,
+        policy: &'b str,
+        quota: &'b Quota,
+    ) -> PreparedCharge<'b> {
+        let owned = PreparedCharge::new(policy, self.key.into_owned(), quota);
+        owned.with_cost(self.cost).with_on_store_failure(self.on_store_failure)
     }
 
     /// Copies the borrowed parts, so that the charge outlives its policies.

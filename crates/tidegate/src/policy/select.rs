@@ -227,6 +227,22 @@ impl Policies {
 }
 
 impl KeySource {
+    /// Reads the only value of a header, as [`read`](Self::read) does.
+    #[cfg(feature = "tower")]
+    pub(crate) fn read_one<'r>(
+        &self,
+        value: Option<Cow<'r, str>>,
+        is_repeated: bool,
+        policy: &str,
+    ) -> Result<Option<Cow<'r, str>>, SelectError> {
+        let value = value.map(|value| self.normalize(value));
+        if is_repeated || value.as_deref().is_some_and(|value| self.is_ambiguous_value(value)) {
+            let (policy, attribute) = (policy.to_owned(), self.to_string());
+            return Err(SelectError::Ambiguous { policy, attribute });
+        }
+        Ok(value)
+    }
+
     /// Reads the value of a request that a limit without a policy counts by.
     #[cfg(feature = "tower")]
     pub(crate) fn read<'r>(

@@ -425,6 +425,10 @@ impl Store for MemoryStore {
             StoreClock::Custom(clock) => &**clock,
         }
     }
+
+    fn decides_at_once(&self) -> bool {
+        true
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,58 @@
+//! Sections on the Tower layer and on the gateway.
+
+use tidegate_bench::results::Results;
+
+use super::{NOT_MEASURED, Page, SuiteResults, thousands};
+use crate::gateway::CASES;
+
+pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
+    if let Some(results) = &suites.layer {
+        write_layer(page, results);
+    }
+    if let Some(results) = &suites.gateway {
+        write_gateway(page, results);
+    }
+}
+
+fn write_layer(page: &mut Page, results: &Results) {
+    page.heading("Tower layer");
+    page.paragraph(
+        "A request with one header passes through the layer to a service whose response has \
+         neither headers nor a body; one limit counts by that header, on memory, and the layer \
+         adds five headers. The time includes that of the service, which drops the request. Two \
+         of the allocations are those of the response's header map.",
+    );
+    let row = |candidate: &str| {
+        let median = |metric: &str, digits: usize| {
+            results
+                .spread("layer", candidate, metric)
+                .map_or(NOT_MEASURED.to_owned(), |spread| format!("{:.digits$}", spread.median))
+        };
+        vec![candidate.to_owned(), median("ns", 0), median("allocations", 1)]
+    };
+    let rows = ["empty service", "one quota", "one policy"].map(row);
+    page.table(&["", "ns per request", "allocations per request"], &rows);
+}
+
+fn write_gateway(page: &mut Page, results: &Results) {
+    page.heading("Gateway");
+    page.paragraph(
+        "`tidegate gateway` with a limit by address on memory, and nginx with `limit_req`, in \
+         front of the same nginx. Client, proxy and upstream share the cores. Small answers have \
+         ten bytes and are requested by `wrk` over 64 connections; a body of a gigabyte is one \
+         request, and its length is checked. nginx streams bodies, too: it writes none to files.",
+    );
+    let row = |(case, metric): &(&str, &str)| {
+        let unit = if *metric == "per_second" { "requests/s" } else { "MB/s" };
+        let median = |candidate: &str| {
+            results.spread(case, candidate, metric).map_or(NOT_MEASURED.to_owned(), |spread| {
+                format!("{} {unit}", thousands(spread.median))
+            })
+        };
+        let ratio = results.ratio(metric, (case, "tidegate"), (case, "nginx"));
+        let ratio = ratio.map_or(NOT_MEASURED.to_owned(), |ratio| ratio.to_string());
+        vec![(*case).to_owned(), median("tidegate"), median("nginx"), ratio]
+    };
+    let rows: Vec<Vec<String>> = CASES.iter().map(row).collect();
+    page.table(&["", "tidegate", "nginx", "ratio"], &rows);
+}
