@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::algorithm::{Algorithm, Encoding, mul_div_ceil};
+use crate::algorithm::{Algorithm, Encoding, NarrowBucket, mul_div_ceil};
 use crate::store::memory::fingerprint::{HashSecret, PolicySum};
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
@@ -42,6 +42,7 @@ pub struct Quota {
     burst: u64,
     /// Time in which a full bucket drains, in microseconds.
     drain: u64,
+    narrow: NarrowBucket,
     /// Hash of the window. It shows whether a stored fraction of a unit refers to this window.
     window_tag: u8,
     /// Idle time-to-live in milliseconds.
@@ -157,6 +158,7 @@ impl Quota {
             window: micros,
             burst: limit,
             drain: micros,
+            narrow: NarrowBucket::new(limit, micros, limit),
             window_tag: window_tag(micros),
             lifetime: lifetime(algorithm, micros),
             default_policy_sum: HashSecret::global().policy_sum(&default_policy_name),
@@ -208,6 +210,7 @@ impl Quota {
         }
         self.burst = burst;
         self.drain = drain;
+        self.narrow = NarrowBucket::new(self.limit, self.window, burst);
         self.lifetime = lifetime(self.algorithm, drain);
         Ok(self)
     }
@@ -315,7 +318,26 @@ impl Quota {
         let drain = mul_div_ceil(burst, self.window, limit);
         // Rounding can push a quota at the maximum drain time just beyond it.
         let (burst, drain) = if drain > MAX_DRAIN { (limit, self.window) } else { (burst, drain) };
-        Self { limit, burst, drain, lifetime: lifetime(self.algorithm, drain), ..self.clone() }
+        Self {
+            limit,
+            burst,
+            drain,
+            narrow: NarrowBucket::new(limit, self.window, burst),
+            lifetime: lifetime(self.algorithm, drain),
+            ..self.clone()
+        }
+    }
+
+    /// Returns whether this is a bucket.
+    #[inline]
+    pub(crate) fn is_bucket(&self) -> bool {
+        matches!(self.algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket)
+    }
+
+    /// Returns the numbers of a bucket for 64-bit arithmetic.
+    #[inline]
+    pub(crate) fn narrow(&self) -> &NarrowBucket {
+        &self.narrow
     }
 
     /// Returns the tag of the window, which a stored bucket carries.

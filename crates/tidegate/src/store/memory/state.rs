@@ -207,6 +207,30 @@ impl PackedState {
         self.0[2] >> LOW_LIFETIME_BITS
     }
 
+    /// Returns the time, units and fraction of a bucket that was written with this quota. Its
+    /// lifetime is that of a bucket without an overdraft.
+    #[inline]
+    pub(super) fn bucket_of(self, quota: &Quota) -> Option<(u64, u64, u64)> {
+        let [time, units, parts] = self.0;
+        let [expected_time, expected_units, expected_parts] = bucket_template(quota);
+        let is_same = time & low_bits(TIME_SHIFT) & !EXHAUSTED == expected_time
+            && units & low_bits(HIGH_LIFETIME_BITS) == expected_units
+            && parts & low_bits(LOW_LIFETIME_BITS) == expected_parts;
+        is_same.then_some((self.time(), self.units(), self.parts()))
+    }
+
+    /// Packs a bucket that [`bucket_of`](Self::bucket_of) has unpacked.
+    #[inline]
+    pub(super) fn bucket(time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
+        let [low_time, low_units, low_parts] = bucket_template(quota);
+        Self([
+            time << TIME_SHIFT | low_time,
+            units << HIGH_LIFETIME_BITS | low_units,
+            parts << LOW_LIFETIME_BITS | low_parts,
+        ])
+        .exhausted_if(units >= quota.burst())
+    }
+
     /// Returns the index of a log in [`Logs`], which takes the place of the units.
     pub(super) fn log_index(self) -> u32 {
         u32::try_from(self.units()).unwrap_or(u32::MAX)
@@ -276,6 +300,17 @@ impl PackedState {
 fn bucket_lifetime(level: u64, quota: &Quota) -> u64 {
     let lifetime = quota.lifetime_millis();
     if level > quota.burst() { 10 * lifetime } else { lifetime }
+}
+
+/// Returns the low bits of a bucket without an overdraft.
+#[inline]
+fn bucket_template(quota: &Quota) -> [u64; 3] {
+    let millis = quota.lifetime_millis();
+    [
+        u64::from(quota.window_tag()) << TAG_SHIFT | CounterKind::Bucket as u64,
+        millis >> LOW_LIFETIME_BITS,
+        millis & low_bits(LOW_LIFETIME_BITS),
+    ]
 }
 
 const fn low_bits(count: u32) -> u64 {

@@ -102,6 +102,21 @@ impl Table {
         is_match.then_some((&mut slot.state, &mut self.logs))
     }
 
+    /// Returns the state of a key that exists, whatever its kind.
+    #[inline]
+    pub(super) fn get_state_mut(&mut self, fingerprint: Fingerprint) -> Option<&mut PackedState> {
+        let run = self.slots.get_mut(fingerprint.home_slot(self.homes)..)?;
+        let is_branchless = BRANCHLESS_RANGE.contains(&self.homes);
+        let probed = if is_branchless { run.get(..BRANCHLESS_PROBES)? } else { &[] };
+        let smaller =
+            probed.iter().filter(|slot| slot.fingerprint.is_clearly_before(fingerprint)).count();
+        let slot = run
+            .get_mut(smaller..)?
+            .iter_mut()
+            .find(|slot| !slot.fingerprint.is_clearly_before(fingerprint))?;
+        (slot.fingerprint == fingerprint).then_some(&mut slot.state)
+    }
+
     #[inline]
     pub(super) fn state(&self, at: usize) -> PackedState {
         self.slots[at].state
