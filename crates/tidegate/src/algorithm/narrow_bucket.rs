@@ -7,10 +7,10 @@
 /// The numbers of a bucket, precomputed once per quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NarrowBucket {
+    /// 0 if this is no bucket or its numbers do not fit, so that no cost is admitted.
     burst: u64,
     /// The burst in W-ths of a unit.
     capacity: u64,
-    /// W; 0 if the numbers do not fit, so that no fraction is below it.
     window: Reciprocal,
     limit: Reciprocal,
 }
@@ -20,16 +20,33 @@ pub(crate) struct NarrowBucket {
 pub(crate) struct NarrowLevel(u64);
 
 impl NarrowBucket {
+    /// The numbers of a quota that is no bucket.
+    pub(crate) const NONE: Self =
+        Self { burst: 0, capacity: 0, window: Reciprocal::ONE, limit: Reciprocal::ONE };
+
+    /// Precomputes the numbers, each at least 1.
     pub(crate) fn new(limit: u64, window: u64, burst: u64) -> Self {
-        // Half of the range stays free for the sum of a level and a cost.
-        let capacity = burst.checked_mul(window).filter(|capacity| *capacity < 1 << 62);
-        let window = if capacity.is_some() { window } else { 0 };
-        Self {
-            burst,
-            capacity: capacity.unwrap_or(0),
-            window: Reciprocal::new(window),
-            limit: Reciprocal::new(limit),
+        // A bit stays free for the sum of a level and a cost, and one for the division.
+        match burst.checked_mul(window) {
+            Some(capacity) if capacity < 1 << 60 => Self {
+                burst,
+                capacity,
+                window: Reciprocal::new(window),
+                limit: Reciprocal::new(limit),
+            },
+            _ => Self::NONE,
         }
+    }
+
+    #[inline]
+    pub(crate) fn burst(&self) -> u64 {
+        self.burst
+    }
+
+    /// Returns whether this cost can be admitted, by this arithmetic.
+    #[inline]
+    pub(crate) fn can_admit(&self, cost: u64) -> bool {
+        cost.wrapping_sub(1) < self.burst
     }
 
     /// Returns a stored level after `elapsed` microseconds. Returns `None` for numbers that only
@@ -40,9 +57,9 @@ impl NarrowBucket {
         if units > self.burst || part >= self.window.divisor {
             return None;
         }
-        let parts = units * self.window.divisor + part;
         let drained = elapsed.checked_mul(self.limit.divisor)?;
-        (parts <= self.capacity).then_some(NarrowLevel(parts.saturating_sub(drained)))
+        let parts = units * self.window.divisor + part;
+        Some(NarrowLevel(parts.saturating_sub(drained)))
     }
 
     /// Returns the level with the cost, which is at most the burst, if there is room for it.
@@ -52,17 +69,31 @@ impl NarrowBucket {
         if spent.0 <= self.capacity { Ok(spent) } else { Err(spent) }
     }
 
+    /// Returns whether this level is the whole burst.
+    #[inline]
+    pub(crate) fn is_full(&self, level: NarrowLevel) -> bool {
+        level.0 >= self.capacity
+    }
+
     /// Returns the whole units of a level and the rest, in W-ths of a unit.
     #[inline]
     pub(crate) fn split(&self, level: NarrowLevel) -> (u64, u64) {
-        self.window.div_rem(level.0)
+        let units = self.window.divide(level.0);
+        (units, level.0 - units * self.window.divisor)
+    }
+
+    /// Returns the whole units that fit above a level.
+    #[inline]
+    pub(crate) fn remaining(&self, level: NarrowLevel) -> u64 {
+        // The fraction of a unit above a burst that was lowered is an overdraft.
+        self.window.divide(self.capacity.saturating_sub(level.0))
     }
 
     /// Returns the time until a level has drained.
     #[inline]
     pub(crate) fn drain_time(&self, level: NarrowLevel) -> u64 {
-        // Rounded up; the sum fits, because both are below 2^63.
-        self.limit.div(level.0 + (self.limit.divisor - 1))
+        // Rounded up.
+        self.limit.divide(level.0 + (self.limit.divisor - 1))
     }
 
     /// Returns the time until a level that is too high by a cost has room for it.
@@ -72,33 +103,34 @@ impl NarrowBucket {
     }
 }
 
-/// A divisor and its inverse: a multiplication instead of a division.
+/// A divisor below 2^62 and its inverse: a multiplication instead of a division.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Reciprocal {
     divisor: u64,
-    /// (2^64 − 1) / divisor, rounded down.
+    /// 2^(64 + shift) / (2 · divisor), rounded up.
     inverse: u64,
+    shift: u32,
 }
 
 impl Reciprocal {
+    const ONE: Self = Self { divisor: 1, inverse: 1 << 63, shift: 0 };
+
     fn new(divisor: u64) -> Self {
-        Self { divisor, inverse: u64::MAX.checked_div(divisor).unwrap_or(0) }
+        // Twice the divisor is more than 2^shift and at most 2^(shift + 1), so that the inverse
+        // has 64 bits.
+        let shift = (2 * divisor - 1).ilog2();
+        let inverse = (1_u128 << (64 + shift)).div_ceil(u128::from(2 * divisor));
+        Self { divisor, inverse: u64::try_from(inverse).unwrap_or(u64::MAX), shift }
     }
 
-    #[inline]
-    fn div(self, number: u64) -> u64 {
-        self.div_rem(number).0
-    }
-
-    /// Returns the quotient and the remainder. The inverse is too small by less than one unit in
-    /// its last place (or by one, for a power of two), so the quotient is exact or one too small.
+    /// Returns the quotient of a number below 2^62. The inverse is too large by less than one, so
+    /// the product is too large by less than 2^63. Every product is at least that far below the
+    /// next multiple of 2^(64 + shift), so the quotient is exact.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "the high half of a product")]
-    fn div_rem(self, number: u64) -> (u64, u64) {
-        let quotient = ((u128::from(number) * u128::from(self.inverse)) >> 64) as u64;
-        let remainder = number - quotient * self.divisor;
-        let is_low = remainder >= self.divisor;
-        (quotient + u64::from(is_low), if is_low { remainder - self.divisor } else { remainder })
+    fn divide(self, number: u64) -> u64 {
+        let product = u128::from(2 * number) * u128::from(self.inverse);
+        (product >> 64) as u64 >> (self.shift % 64)
     }
 }
 
@@ -121,11 +153,11 @@ mod tests {
 
         #[test]
         fn a_reciprocal_divides_exactly(number in number(), divisor in number(), near in 0..3_u64) {
-            let divisor = divisor.max(1);
-            let multiple = (number / divisor * divisor).saturating_add(near).saturating_sub(1);
-            for number in [number, multiple, u64::MAX] {
-                let expected = (number / divisor, number % divisor);
-                prop_assert_eq!(Reciprocal::new(divisor).div_rem(number), expected);
+            const MAX: u64 = (1 << 62) - 1;
+            let (number, divisor) = (number & MAX, (divisor & MAX).max(1));
+            let multiple = (number / divisor * divisor + near).saturating_sub(1).min(MAX);
+            for number in [number, multiple, MAX] {
+                prop_assert_eq!(Reciprocal::new(divisor).divide(number), number / divisor);
             }
         }
 
@@ -145,18 +177,26 @@ mod tests {
             let (units, part, cost) = (units % (burst + 1), part % window, 1 + cost % burst);
             let elapsed = elapsed % (1 << 52);
             let narrow = quota.narrow();
+            prop_assert_eq!(narrow.can_admit(cost), burst.saturating_mul(window) < 1 << 60);
+            prop_assert!(!narrow.can_admit(0) && !narrow.can_admit(burst + 1));
+            if !narrow.can_admit(cost) {
+                return Ok(());
+            }
             let Some(level) = narrow.level(units, part, elapsed) else { return Ok(()) };
             let now = elapsed + 7;
             let mut bucket =
                 Bucket { time: 7, level: units, part, window_tag: quota.window_tag() };
             bucket.advance_to(&quota, now);
             let remaining = bucket.remaining(&quota);
+            prop_assert_eq!(narrow.remaining(level), remaining);
             match narrow.spend(level, cost) {
                 Ok(level) => {
                     prop_assert!(cost <= remaining);
                     prop_assert_eq!(narrow.drain_time(level), bucket.reset_after(&quota, now, cost));
                     bucket.spend(&quota, now, cost);
                     prop_assert_eq!(narrow.split(level), (bucket.level, bucket.part));
+                    prop_assert_eq!(narrow.remaining(level), bucket.remaining(&quota));
+                    prop_assert_eq!(narrow.is_full(level), bucket.level >= burst);
                 }
                 Err(too_high) => {
                     prop_assert!(cost > remaining);

@@ -36,7 +36,7 @@ pub(crate) mod fingerprint;
 mod group;
 mod logs;
 mod shard;
-mod state;
+pub(crate) mod state;
 mod table;
 
 /// Number of shards: enough that scanning one is fast even with millions of keys, and few enough
@@ -220,10 +220,10 @@ impl MemoryStore {
     /// of 64-bit arithmetic; see [`NarrowBucket`](crate::algorithm::NarrowBucket).
     #[inline(never)]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        if let Some(decision) = self.try_acquire_bucket(charge) {
-            return Ok(decision);
+        match self.try_acquire_bucket(charge) {
+            Some(decision) => Ok(decision),
+            None => self.acquire_rare(charge),
         }
-        self.acquire_rare(charge)
     }
 
     #[cold]
@@ -232,12 +232,12 @@ impl MemoryStore {
         self.decide_checked(Action::Acquire, charge, || Ok(charge.check(Action::Acquire)?))
     }
 
+    /// Decides an acquire of an existing bucket in 64-bit arithmetic. Returns `None` for any other.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the decision is written only once")]
     fn try_acquire_bucket(&self, charge: &Charge<'_>) -> Option<Decision> {
-        let (quota, cost) = (charge.quota(), charge.cost());
-        let narrow = quota.narrow();
-        if !quota.is_bucket() || !charge.can_be_admitted() {
+        let narrow = charge.quota().narrow();
+        if !narrow.can_admit(charge.cost()) {
             return None;
         }
         let fingerprint = Fingerprint::of(charge, self.secret);
@@ -245,35 +245,34 @@ impl MemoryStore {
         let now = self.clock.now();
         let mut table = shard.lock();
         let state = table.get_state_mut(fingerprint)?;
-        let (time, units, part) = state.bucket_of(quota)?;
-        let elapsed = now.checked_sub(time)?;
-        let before = narrow.level(units, part, elapsed)?;
-        let spent = narrow.spend(before, cost);
-        let after = spent.unwrap_or(before);
-        let (units, part) = narrow.split(after);
-        if spent.is_ok() {
-            *state = PackedState::bucket(now, units, part, quota);
+        let template = charge.quota().template();
+        let (time, units, part) = state.bucket_of(template)?;
+        let before = narrow.level(units, part, now.checked_sub(time)?)?;
+        match narrow.spend(before, charge.cost()) {
+            Ok(after) => {
+                let (units, part) = narrow.split(after);
+                *state = PackedState::bucket(now, units, part, template)
+                    .exhausted_if(narrow.is_full(after));
+                self.sweep(&mut table, now);
+                drop(table);
+                let mut decision =
+                    Decision::allow(narrow.burst(), narrow.burst() - units - u64::from(part > 0))
+                        .with_reset_after(Duration::from_micros(narrow.drain_time(after)));
+                if charge.quota().algorithm() == Algorithm::LeakyBucket {
+                    decision.delay = Duration::from_micros(narrow.drain_time(before));
+                }
+                Some(decision)
+            }
+            Err(too_high) => {
+                self.sweep(&mut table, now);
+                drop(table);
+                let retry_after = Duration::from_micros(narrow.wait(too_high));
+                let decision = Decision::deny(narrow.burst(), retry_after)
+                    .with_remaining(narrow.remaining(before))
+                    .with_reset_after(Duration::from_micros(narrow.drain_time(before)));
+                Some(decision)
+            }
         }
-        self.sweep(&mut table, now);
-        drop(table);
-        let reset_after = narrow.drain_time(after);
-        let remaining = quota.burst() - units - u64::from(part > 0);
-        let mut decision = Decision {
-            allowed: true,
-            limit: quota.burst(),
-            remaining,
-            retry_after: Duration::ZERO,
-            reset_after: Duration::from_micros(reset_after),
-            delay: Duration::ZERO,
-            source: Source::Store,
-        };
-        if let Err(too_high) = spent {
-            decision.allowed = false;
-            decision.retry_after = Duration::from_micros(narrow.wait(too_high));
-        } else if quota.algorithm() == Algorithm::LeakyBucket {
-            decision.delay = Duration::from_micros(narrow.drain_time(before));
-        }
-        Some(decision)
     }
 
     /// Decides an acquire of an existing key, which is nearly every call, on a fast path, and

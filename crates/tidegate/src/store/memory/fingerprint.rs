@@ -86,9 +86,9 @@ static GLOBAL_SECRET: LazyLock<HashSecret> = LazyLock::new(HashSecret::new);
 pub(crate) struct HashSecret {
     start: Limbs,
     key_length: Limbs,
-    key: Box<[Limbs; WORDS]>,
+    key: [Limbs; WORDS],
     policy_length: Limbs,
-    policy: Box<[Limbs; WORDS]>,
+    policy: [Limbs; WORDS],
     mix: [u64; 4],
     /// Hashes texts longer than any valid key. Only callers that bypass the limiter send them.
     oversized: RandomState,
@@ -110,9 +110,9 @@ impl HashSecret {
         Self {
             start: words.limbs(),
             key_length: words.limbs(),
-            key: Box::new([(); WORDS].map(|()| words.limbs())),
+            key: [(); WORDS].map(|()| words.limbs()),
             policy_length: words.limbs(),
-            policy: Box::new([(); WORDS].map(|()| words.limbs())),
+            policy: [(); WORDS].map(|()| words.limbs()),
             mix: [(); 4].map(|()| words.next()),
             oversized: RandomState::new(),
         }
@@ -139,18 +139,29 @@ impl HashSecret {
     #[expect(clippy::inline_always, reason = "a tenth of a decision, and called in few places")]
     #[expect(clippy::cast_possible_truncation, reason = "both halves, one by one")]
     fn fingerprint(&self, key: &str, policy: &PolicySum) -> Fingerprint {
-        if key.len() > MAX_KEY_BYTES {
-            return self.fingerprint_of_oversized(key, policy);
-        }
         let mut sum = policy.0;
-        sum.add_text(&self.key_length, &self.key, key.as_bytes());
+        let text = key.as_bytes();
+        // Most keys have from 9 to 16 bytes, which are two words.
+        if let (Some(first), Some(last), 9..=16) =
+            (text.first_chunk::<8>(), text.last_chunk::<8>(), text.len())
+        {
+            sum.add(&self.key_length, text.len() as u64);
+            sum.add(&self.key[0], u64::from_le_bytes(*first));
+            sum.add(&self.key[1], u64::from_le_bytes(*last));
+        } else {
+            self.add_key(&mut sum, key);
+        }
         let sum = sum.modulo_prime();
         self.mix((sum >> 64) as u64, sum as u64)
     }
 
-    #[cold]
-    fn fingerprint_of_oversized(&self, key: &str, policy: &PolicySum) -> Fingerprint {
-        self.fingerprint(&self.digest(key), policy)
+    #[inline(never)]
+    fn add_key(&self, sum: &mut Sum, key: &str) {
+        if key.len() <= MAX_KEY_BYTES {
+            sum.add_text(&self.key_length, &self.key, key.as_bytes());
+        } else {
+            sum.add_text(&self.key_length, &self.key, self.digest(key).as_bytes());
+        }
     }
 
     #[inline]
@@ -209,21 +220,12 @@ impl Sum {
 
     /// Adds a text, eight bytes per word. The last word may overlap the previous one; because the
     /// length is a separate word, different texts still give different vectors.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a tenth of a decision, and called in few places")]
+    #[inline]
     fn add_text(&mut self, length: &Limbs, secrets: &[Limbs; WORDS], text: &[u8]) {
         self.add(length, text.len() as u64);
         let Some(last) = text.last_chunk::<8>() else {
             return self.add(&secrets[0], short_word(text));
         };
-        // Most keys have up to 16 bytes: without the loop.
-        if let Some(first) = text.first_chunk::<8>()
-            && text.len() <= 16
-            && text.len() > 8
-        {
-            self.add(&secrets[0], u64::from_le_bytes(*first));
-            return self.add(&secrets[1], u64::from_le_bytes(*last));
-        }
         let (words, _) = text.as_chunks::<8>();
         let before_last = (text.len() - 1) / 8;
         for (word, secret) in words[..before_last].iter().zip(secrets) {

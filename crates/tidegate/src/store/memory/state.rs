@@ -37,6 +37,16 @@ pub(super) enum CounterKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct PackedState([u64; 3]);
 
+/// The low bits of a bucket without an overdraft, which depend only on its quota.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct BucketTemplate([u64; 3]);
+
+impl BucketTemplate {
+    pub(crate) fn new(quota: &Quota) -> Self {
+        Self(PackedState::new(CounterKind::Bucket, 0, 0, 0, quota).0)
+    }
+}
+
 /// A counter that can be stored as a [`PackedState`]. The entries of a log are stored separately,
 /// in [`Logs`].
 pub(super) trait StoredCounter: Counter + Default {
@@ -169,7 +179,7 @@ impl PackedState {
 
     /// Marks a counter that has used up its quota.
     #[inline]
-    fn exhausted_if(mut self, is_exhausted: bool) -> Self {
+    pub(super) fn exhausted_if(mut self, is_exhausted: bool) -> Self {
         self.0[0] |= u64::from(is_exhausted) * EXHAUSTED;
         self
     }
@@ -207,28 +217,26 @@ impl PackedState {
         self.0[2] >> LOW_LIFETIME_BITS
     }
 
-    /// Returns the time, units and fraction of a bucket that was written with this quota. Its
-    /// lifetime is that of a bucket without an overdraft.
+    /// Returns the time, units and fraction of a bucket with this template.
     #[inline]
-    pub(super) fn bucket_of(self, quota: &Quota) -> Option<(u64, u64, u64)> {
+    pub(super) fn bucket_of(self, template: &BucketTemplate) -> Option<(u64, u64, u64)> {
         let [time, units, parts] = self.0;
-        let [expected_time, expected_units, expected_parts] = bucket_template(quota);
-        let is_same = time & low_bits(TIME_SHIFT) & !EXHAUSTED == expected_time
-            && units & low_bits(HIGH_LIFETIME_BITS) == expected_units
-            && parts & low_bits(LOW_LIFETIME_BITS) == expected_parts;
-        is_same.then_some((self.time(), self.units(), self.parts()))
+        let [low_time, low_units, low_parts] = template.0;
+        let difference = (time ^ low_time) & low_bits(TIME_SHIFT) & !EXHAUSTED
+            | (units ^ low_units) & low_bits(HIGH_LIFETIME_BITS)
+            | (parts ^ low_parts) & low_bits(LOW_LIFETIME_BITS);
+        (difference == 0).then_some((self.time(), self.units(), self.parts()))
     }
 
     /// Packs a bucket that [`bucket_of`](Self::bucket_of) has unpacked.
     #[inline]
-    pub(super) fn bucket(time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
-        let [low_time, low_units, low_parts] = bucket_template(quota);
+    pub(super) fn bucket(time: u64, units: u64, parts: u64, template: &BucketTemplate) -> Self {
+        let [low_time, low_units, low_parts] = template.0;
         Self([
             time << TIME_SHIFT | low_time,
             units << HIGH_LIFETIME_BITS | low_units,
             parts << LOW_LIFETIME_BITS | low_parts,
         ])
-        .exhausted_if(units >= quota.burst())
     }
 
     /// Returns the index of a log in [`Logs`], which takes the place of the units.
@@ -300,17 +308,6 @@ impl PackedState {
 fn bucket_lifetime(level: u64, quota: &Quota) -> u64 {
     let lifetime = quota.lifetime_millis();
     if level > quota.burst() { 10 * lifetime } else { lifetime }
-}
-
-/// Returns the low bits of a bucket without an overdraft.
-#[inline]
-fn bucket_template(quota: &Quota) -> [u64; 3] {
-    let millis = quota.lifetime_millis();
-    [
-        u64::from(quota.window_tag()) << TAG_SHIFT | CounterKind::Bucket as u64,
-        millis >> LOW_LIFETIME_BITS,
-        millis & low_bits(LOW_LIFETIME_BITS),
-    ]
 }
 
 const fn low_bits(count: u32) -> u64 {

@@ -105,16 +105,19 @@ impl Table {
     /// Returns the state of a key that exists, whatever its kind.
     #[inline]
     pub(super) fn get_state_mut(&mut self, fingerprint: Fingerprint) -> Option<&mut PackedState> {
-        let run = self.slots.get_mut(fingerprint.home_slot(self.homes)..)?;
-        let is_branchless = BRANCHLESS_RANGE.contains(&self.homes);
-        let probed = if is_branchless { run.get(..BRANCHLESS_PROBES)? } else { &[] };
-        let smaller =
-            probed.iter().filter(|slot| slot.fingerprint.is_clearly_before(fingerprint)).count();
-        let slot = run
-            .get_mut(smaller..)?
-            .iter_mut()
-            .find(|slot| !slot.fingerprint.is_clearly_before(fingerprint))?;
-        (slot.fingerprint == fingerprint).then_some(&mut slot.state)
+        let mut run = self.slots.get_mut(fingerprint.home_slot(self.homes)..)?;
+        if BRANCHLESS_RANGE.contains(&self.homes) {
+            let probed = run.first_chunk::<BRANCHLESS_PROBES>()?;
+            let is_before = |slot: &Slot| slot.fingerprint.is_clearly_before(fingerprint);
+            run = run.get_mut(probed.iter().filter(|slot| is_before(slot)).count()..)?;
+        }
+        while let [slot, rest @ ..] = run {
+            if !slot.fingerprint.is_clearly_before(fingerprint) {
+                return (slot.fingerprint == fingerprint).then_some(&mut slot.state);
+            }
+            run = rest;
+        }
+        None
     }
 
     #[inline]
