@@ -12,7 +12,6 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use spin::mutex::SpinMutexGuard;
 
@@ -30,6 +29,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
 use crate::limiter::Error;
 
+mod acquire;
 mod builder;
 mod context;
 pub(crate) mod fingerprint;
@@ -161,6 +161,11 @@ impl MemoryStore {
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
+        if action == Action::Acquire
+            && let Some(decision) = self.try_acquire_bucket(charge)
+        {
+            return Ok(decision);
+        }
         self.decide_checked(action, charge, || Ok(()))
     }
 
@@ -212,65 +217,6 @@ impl MemoryStore {
             Algorithm::FixedWindow => self.decide_as::<FixedWindow, E>(action, charge, check),
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 self.decide_as::<Bucket, E>(action, charge, check)
-            }
-        }
-    }
-
-    /// Decides an acquire. Nearly every one is of an existing bucket, which takes a straight line
-    /// of 64-bit arithmetic; see [`NarrowBucket`](crate::algorithm::NarrowBucket).
-    #[inline(never)]
-    pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        match self.try_acquire_bucket(charge) {
-            Some(decision) => Ok(decision),
-            None => self.acquire_rare(charge),
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn acquire_rare(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide_checked(Action::Acquire, charge, || Ok(charge.check(Action::Acquire)?))
-    }
-
-    /// Decides an acquire of an existing bucket in 64-bit arithmetic. Returns `None` for any other.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the decision is written only once")]
-    fn try_acquire_bucket(&self, charge: &Charge<'_>) -> Option<Decision> {
-        let narrow = charge.quota().narrow();
-        if !narrow.can_admit(charge.cost()) {
-            return None;
-        }
-        let fingerprint = Fingerprint::of(charge, self.secret);
-        let shard = self.shard(fingerprint);
-        let now = self.clock.now();
-        let mut table = shard.lock();
-        let state = table.get_state_mut(fingerprint)?;
-        let template = charge.quota().template();
-        let (time, units, part) = state.bucket_of(template)?;
-        let before = narrow.level(units, part, now.checked_sub(time)?)?;
-        match narrow.spend(before, charge.cost()) {
-            Ok(after) => {
-                let (units, part) = narrow.split(after);
-                *state = PackedState::bucket(now, units, part, template)
-                    .exhausted_if(narrow.is_full(after));
-                self.sweep(&mut table, now);
-                drop(table);
-                let mut decision =
-                    Decision::allow(narrow.burst(), narrow.burst() - units - u64::from(part > 0))
-                        .with_reset_after(Duration::from_micros(narrow.drain_time(after)));
-                if charge.quota().algorithm() == Algorithm::LeakyBucket {
-                    decision.delay = Duration::from_micros(narrow.drain_time(before));
-                }
-                Some(decision)
-            }
-            Err(too_high) => {
-                self.sweep(&mut table, now);
-                drop(table);
-                let retry_after = Duration::from_micros(narrow.wait(too_high));
-                let decision = Decision::deny(narrow.burst(), retry_after)
-                    .with_remaining(narrow.remaining(before))
-                    .with_reset_after(Duration::from_micros(narrow.drain_time(before)));
-                Some(decision)
             }
         }
     }
@@ -469,6 +415,11 @@ impl MemoryStore {
 }
 
 impl Store for MemoryStore {
+    #[inline]
+    async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+        self.acquire_now(charge)
+    }
+
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         self.decide_now(action, charge)
     }
@@ -513,7 +464,7 @@ mod tests {
                 let _ = (now(&format!("key-{key}"), &quota), round);
             }
         }
-        for shard in &store.shards {
+        for shard in store.shards.iter() {
             let entries = shard.lock().logs.entry_count();
             assert!(entries <= 100 + 1, "{entries} entries in a shard");
         }
