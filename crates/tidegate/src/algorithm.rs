@@ -38,7 +38,7 @@ pub(crate) use bucket::MAX_CLOCK_SKEW;
 pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{CounterSnapshot, Grants};
-pub(crate) use narrow_bucket::NarrowBucket;
+pub(crate) use narrow_bucket::{NarrowBucket, NarrowLevel};
 pub(crate) use sliding_counter::SlidingCounter;
 pub(crate) use sliding_log::SlidingLog;
 

@@ -161,11 +161,6 @@ impl MemoryStore {
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
-        if action == Action::Acquire
-            && let Some(decision) = self.try_acquire_bucket(charge)
-        {
-            return Ok(decision);
-        }
         self.decide_checked(action, charge, || Ok(()))
     }
 
@@ -206,6 +201,21 @@ impl MemoryStore {
     /// the result is written only once.
     #[inline]
     pub(crate) fn decide_checked<E: From<StoreError>>(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
+        if action == Action::Acquire {
+            self.acquire_checked(charge, check)
+        } else {
+            self.decide_any(action, charge, check)
+        }
+    }
+
+    /// Decides a charge by the general arithmetic.
+    #[inline]
+    fn decide_any<E: From<StoreError>>(
         &self,
         action: Action,
         charge: &Charge<'_>,

@@ -5,71 +5,87 @@ use std::time::Duration;
 use super::MemoryStore;
 use super::fingerprint::Fingerprint;
 use super::state::PackedState;
+use super::table::Table;
 use crate::action::Action;
-use crate::algorithm::Algorithm;
+use crate::algorithm::{Algorithm, Bucket, NarrowLevel};
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::limiter::Error;
+use crate::store::StoreError;
 
 impl MemoryStore {
-    /// Decides an acquire. Nearly every one is of an existing bucket, which takes a straight line
-    /// of 64-bit arithmetic; see [`NarrowBucket`](crate::algorithm::NarrowBucket).
+    /// Validates and decides an acquire.
     #[inline(never)]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        match self.try_acquire_bucket(charge) {
-            Some(decision) => Ok(decision),
-            None => self.acquire_rare(charge),
-        }
+        self.acquire_checked(charge, || Ok(charge.check(Action::Acquire)?))
     }
 
-    #[cold]
-    #[inline(never)]
-    fn acquire_rare(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide_checked(Action::Acquire, charge, || Ok(charge.check(Action::Acquire)?))
-    }
-
-    /// Decides an acquire of an existing bucket in 64-bit arithmetic. Returns `None` for any other.
+    /// Decides an acquire that `check` validates. Nearly every one is of an existing bucket, which
+    /// takes a straight line of 64-bit arithmetic; see
+    /// [`NarrowBucket`](crate::algorithm::NarrowBucket).
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the decision is written only once")]
-    pub(super) fn try_acquire_bucket(&self, charge: &Charge<'_>) -> Option<Decision> {
+    pub(super) fn acquire_checked<E: From<StoreError>>(
+        &self,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
         let narrow = charge.quota().narrow();
         if !narrow.can_admit(charge.cost()) {
-            return None;
+            return self.decide_any(Action::Acquire, charge, check);
         }
         let fingerprint = Fingerprint::of(charge, self.secret);
         let shard = self.shard(fingerprint);
+        // Read the clock before the lock, so that it overlaps with the computation of the
+        // fingerprint.
         let now = self.clock.now();
         let mut table = shard.lock();
-        let state = table.get_state_mut(fingerprint)?;
-        let template = charge.quota().template();
-        let (time, units, part) = state.bucket_of(template)?;
-        let before = narrow.level(units, part, now.checked_sub(time)?)?;
+        let Some((state, before)) = find_bucket(&mut table, charge, fingerprint, now) else {
+            check()?;
+            return Ok(self.decide_slow::<Bucket>(Action::Acquire, charge, fingerprint, table)?);
+        };
         match narrow.spend(before, charge.cost()) {
             Ok(after) => {
                 let (units, part) = narrow.split(after);
-                *state = PackedState::bucket(now, units, part, template)
+                *state = PackedState::bucket(now, units, part, charge.quota().template())
                     .exhausted_if(narrow.is_full(after));
                 self.sweep(&mut table, now);
                 drop(table);
-                let mut decision =
-                    Decision::allow(narrow.burst(), narrow.burst() - units - u64::from(part > 0))
-                        .with_reset_after(Duration::from_micros(narrow.drain_time(after)));
+                let remaining = narrow.burst() - units - u64::from(part > 0);
+                let mut decision = Decision::allow(narrow.burst(), remaining)
+                    .with_reset_after(Duration::from_micros(narrow.drain_time(after)));
                 if charge.quota().algorithm() == Algorithm::LeakyBucket {
                     decision.delay = Duration::from_micros(narrow.drain_time(before));
                 }
-                Some(decision)
+                Ok(decision)
             }
             Err(too_high) => {
                 self.sweep(&mut table, now);
                 drop(table);
                 let retry_after = Duration::from_micros(narrow.wait(too_high));
-                let decision = Decision::deny(narrow.burst(), retry_after)
+                Ok(Decision::deny(narrow.burst(), retry_after)
                     .with_remaining(narrow.remaining(before))
-                    .with_reset_after(Duration::from_micros(narrow.drain_time(before)));
-                Some(decision)
+                    .with_reset_after(Duration::from_micros(narrow.drain_time(before))))
             }
         }
     }
+}
+
+/// Returns the state of the charge's bucket and its level now. Returns `None` if there is none, or
+/// if its numbers are not those of the charge's quota.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "its result would be passed in memory")]
+fn find_bucket<'a>(
+    table: &'a mut Table,
+    charge: &Charge<'_>,
+    fingerprint: Fingerprint,
+    now: u64,
+) -> Option<(&'a mut PackedState, NarrowLevel)> {
+    let state = table.get_state_mut(fingerprint)?;
+    let (time, units, part) = state.bucket_of(charge.quota().template())?;
+    // If the clock stepped back, the general path reads it again.
+    let level = charge.quota().narrow().level(units, part, now.checked_sub(time)?)?;
+    Some((state, level))
 }
 
 #[cfg(test)]
@@ -141,7 +157,7 @@ mod tests {
                 } else {
                     prop_assert_eq!(
                         fast.acquire_now(&charge),
-                        general.decide_checked::<Error>(Action::Acquire, &charge, check)
+                        general.decide_any::<Error>(Action::Acquire, &charge, check)
                     );
                 }
                 let state = |store: &MemoryStore| {
