@@ -110,12 +110,16 @@ acquire_of_one_key! {
     config = limit("acquire_async/allowed")
 )]
 fn acquire_async(existing: Existing) -> (Existing, Decision) {
-    let charge = Charge::new(KEY, black_box(&existing.1));
-    let decision = pin!(black_box(&existing.0).acquire(&charge));
-    let Poll::Ready(Ok(decision)) = decision.poll(&mut Context::from_waker(Waker::noop())) else {
-        panic!("memory decides at once");
-    };
+    let decision = poll_acquire(black_box(&existing.0), black_box(&existing.1));
     (existing, decision)
+}
+
+fn poll_acquire(limiter: &Limiter, quota: &Quota) -> Decision {
+    let charge = Charge::new(KEY, quota);
+    match pin!(limiter.acquire(&charge)).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(decision) => decision.expect("a decision"),
+        Poll::Pending => panic!("memory decides at once"),
+    }
 }
 
 type Three = (Limiter, [Quota; 3]);
