@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use gungraun::{library_benchmark, library_benchmark_group, main};
@@ -50,17 +51,20 @@ fn acquire(limiter: &Limiter, quota: &Quota) -> Decision {
     limiter.blocking().acquire(&Charge::new(KEY, quota)).expect("a decision")
 }
 
+/// A limiter and a quota in a box, so that moving them is not counted.
+type Existing = Box<(Limiter, Quota)>;
+
 /// Returns a store that has the key, with this many units left.
-fn existing(algorithm: Algorithm, left: u64) -> (Limiter, Quota) {
+fn existing(algorithm: Algorithm, left: u64) -> Existing {
     let (limiter, quota) = (limiter(), quota(algorithm));
     for _ in left..1_000 {
         assert!(acquire(&limiter, &quota).allowed);
     }
-    (limiter, quota)
+    Box::new((limiter, quota))
 }
 
-fn empty(algorithm: Algorithm) -> (Limiter, Quota) {
-    (limiter(), quota(algorithm))
+fn empty(algorithm: Algorithm) -> Existing {
+    Box::new((limiter(), quota(algorithm)))
 }
 
 macro_rules! acquire_of_one_key {
@@ -82,9 +86,9 @@ macro_rules! acquire_of_one_key {
                 setup = empty,
                 config = limit(concat!(stringify!($name), "/new_key"))
             )]
-            fn $name((limiter, quota): (Limiter, Quota)) -> (Limiter, Quota, Decision) {
-                let decision = acquire(black_box(&limiter), black_box(&quota));
-                (limiter, quota, black_box(decision))
+            fn $name(existing: Existing) -> (Existing, Decision) {
+                let decision = acquire(black_box(&existing.0), black_box(&existing.1));
+                (existing, decision)
             }
         )*
     };
@@ -96,6 +100,26 @@ acquire_of_one_key! {
     fixed_window: FixedWindow,
     token_bucket: TokenBucket,
     leaky_bucket: LeakyBucket,
+}
+
+// The same decision as `token_bucket/allowed`, by the async call.
+#[library_benchmark]
+#[bench::allowed(
+    args = (Algorithm::TokenBucket, 500),
+    setup = existing,
+    config = limit("acquire_async/allowed")
+)]
+fn acquire_async(existing: Existing) -> (Existing, Decision) {
+    let decision = poll_acquire(black_box(&existing.0), black_box(&existing.1));
+    (existing, decision)
+}
+
+fn poll_acquire(limiter: &Limiter, quota: &Quota) -> Decision {
+    let charge = Charge::new(KEY, quota);
+    match pin!(limiter.acquire(&charge)).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(decision) => decision.expect("a decision"),
+        Poll::Pending => panic!("memory decides at once"),
+    }
 }
 
 type Three = (Limiter, [Quota; 3]);
@@ -156,7 +180,7 @@ fn select_policies((policies, request): (Policies, Request)) -> (Policies, Reque
 }
 
 fn denial() -> (Quota, Decision) {
-    let (limiter, quota) = existing(Algorithm::TokenBucket, 0);
+    let (limiter, quota) = *existing(Algorithm::TokenBucket, 0);
     let decision = acquire(&limiter, &quota);
     // A free block of this size, so that the count does not depend on the allocator's state.
     drop(black_box(String::with_capacity(64)));
@@ -182,6 +206,7 @@ library_benchmark_group!(
         fixed_window,
         token_bucket,
         leaky_bucket,
+        acquire_async,
         acquire_all_of_three,
         select_policies,
         render_headers

@@ -28,6 +28,7 @@ mod bucket;
 mod fixed_window;
 #[cfg(feature = "redis")]
 mod grants;
+mod narrow_bucket;
 mod sliding_counter;
 mod sliding_log;
 
@@ -37,6 +38,7 @@ pub(crate) use bucket::MAX_CLOCK_SKEW;
 pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{CounterSnapshot, Grants};
+pub(crate) use narrow_bucket::{NarrowBucket, NarrowLevel};
 pub(crate) use sliding_counter::SlidingCounter;
 pub(crate) use sliding_log::SlidingLog;
 

@@ -137,7 +137,7 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     pub async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Acquire, charge).await
+        self.store.acquire(charge).await
     }
 
     /// Decides several charges together, all or nothing: if one is denied, no units are taken. The

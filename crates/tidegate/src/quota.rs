@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::algorithm::{Algorithm, Encoding, mul_div_ceil};
+use crate::algorithm::{Algorithm, Encoding, NarrowBucket, mul_div_ceil};
 use crate::store::memory::fingerprint::{HashSecret, PolicySum};
+use crate::store::memory::state::BucketTemplate;
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
 ///
@@ -42,6 +43,8 @@ pub struct Quota {
     burst: u64,
     /// Time in which a full bucket drains, in microseconds.
     drain: u64,
+    narrow: NarrowBucket,
+    template: BucketTemplate,
     /// Hash of the window. It shows whether a stored fraction of a unit refers to this window.
     window_tag: u8,
     /// Idle time-to-live in milliseconds.
@@ -149,7 +152,7 @@ impl Quota {
             _ => Encoding::SortedSet,
         };
         let default_policy_name = default_policy_name(algorithm, encoding, micros);
-        Ok(Self {
+        let quota = Self {
             algorithm,
             encoding,
             count_denied: false,
@@ -157,11 +160,24 @@ impl Quota {
             window: micros,
             burst: limit,
             drain: micros,
+            narrow: NarrowBucket::NONE,
+            template: BucketTemplate::default(),
             window_tag: window_tag(micros),
-            lifetime: lifetime(algorithm, micros),
+            lifetime: 0,
             default_policy_sum: HashSecret::global().policy_sum(&default_policy_name),
             default_policy_name,
-        })
+        };
+        Ok(quota.with_precomputed())
+    }
+
+    /// Computes the numbers that a decision on a bucket in memory needs.
+    fn with_precomputed(mut self) -> Self {
+        self.lifetime = lifetime(self.algorithm, self.drain);
+        if matches!(self.algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+            self.narrow = NarrowBucket::new(self.limit, self.window, self.burst);
+            self.template = BucketTemplate::new(&self);
+        }
+        self
     }
 
     /// Creates a quota that admits at most `limit` units in any interval as long as `window`.
@@ -208,8 +224,7 @@ impl Quota {
         }
         self.burst = burst;
         self.drain = drain;
-        self.lifetime = lifetime(self.algorithm, drain);
-        Ok(self)
+        Ok(self.with_precomputed())
     }
 
     /// Sets the encoding in Redis: for a `sliding-log` a readable sorted set (the default up to
@@ -315,7 +330,19 @@ impl Quota {
         let drain = mul_div_ceil(burst, self.window, limit);
         // Rounding can push a quota at the maximum drain time just beyond it.
         let (burst, drain) = if drain > MAX_DRAIN { (limit, self.window) } else { (burst, drain) };
-        Self { limit, burst, drain, lifetime: lifetime(self.algorithm, drain), ..self.clone() }
+        Self { limit, burst, drain, ..self.clone() }.with_precomputed()
+    }
+
+    /// Returns the numbers of a bucket for 64-bit arithmetic.
+    #[inline]
+    pub(crate) fn narrow(&self) -> &NarrowBucket {
+        &self.narrow
+    }
+
+    /// Returns the low bits of a stored bucket.
+    #[inline]
+    pub(crate) fn template(&self) -> &BucketTemplate {
+        &self.template
     }
 
     /// Returns the tag of the window, which a stored bucket carries.

@@ -9,6 +9,7 @@ pub use crate::action::Action;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
+use crate::limiter::Error;
 
 pub mod invalidation;
 pub mod memory;
@@ -76,6 +77,15 @@ pub trait Store: Send + Sync + 'static {
         charges: &[Charge<'_>],
     ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
+    /// Validates and decides an acquire. A store may compile it apart from the other actions.
+    #[doc(hidden)]
+    fn acquire(&self, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, Error>> + Send {
+        async move {
+            charge.check(Action::Acquire)?;
+            Ok(self.decide(Action::Acquire, charge).await?)
+        }
+    }
+
     /// Decides charges whose call was abandoned with this error, because the caller's own deadline
     /// was exceeded. By default the error is returned; a `Fallback` (feature `resilience`) decides
     /// by the failure policy of each charge.
@@ -117,6 +127,10 @@ impl<S: Store> Store for Arc<S> {
         charges: &[Charge<'_>],
     ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send {
         S::decide_all(self, action, charges)
+    }
+
+    fn acquire(&self, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, Error>> + Send {
+        S::acquire(self, charge)
     }
 
     fn fall_back(

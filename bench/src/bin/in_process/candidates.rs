@@ -40,7 +40,7 @@ impl Scenario {
 
     /// Returns the seconds until a unit is refilled, and the burst. The interval is longer than the
     /// measurement, because a store that evicts full buckets would hold fewer keys than the others.
-    fn bucket(self, keys: usize) -> (u64, u32) {
+    pub(crate) fn bucket(self, keys: usize) -> (u64, u32) {
         match (self, keys) {
             (Self::Denied, _) => (3_600, Self::DENIED_BURST),
             (Self::Allowed, 1) => (1, 100_000_000),

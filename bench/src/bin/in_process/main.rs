@@ -10,12 +10,14 @@ use anyhow::{Result, ensure};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
+use crate::bare_table::BareTable;
 use crate::candidates::{
     Candidate, EmptyLoop, Governor, Limitador, Scenario, Throttlecrab, Tidegate, key_of,
 };
 use crate::key_sequence::{Distribution, key_sequence};
 use crate::turns::{DynCandidate, filled};
 
+mod bare_table;
 mod candidates;
 mod footprint;
 mod growth;
@@ -51,6 +53,7 @@ fn compare(plan: Plan, keys: usize, scenario: Scenario, results: &mut Results) -
     add_candidate::<Throttlecrab>(keys, scenario, &mut candidates, results)?;
     add_candidate::<Limitador>(keys, scenario, &mut candidates, results)?;
     add_candidate::<Governor>(keys, scenario, &mut candidates, results)?;
+    add_candidate::<BareTable>(keys, scenario, &mut candidates, results)?;
     // Last, because its keys expire; those of the other libraries do not during the measurement.
     add_candidate::<Tidegate>(keys, scenario, &mut candidates, results)?;
     for distribution in Distribution::ALL {
@@ -131,10 +134,12 @@ fn print_case(case: &str, candidates: &[Box<dyn DynCandidate>], results: &Result
             print!(" {} {:.1} ns", candidate.name(), spread.median);
         }
     }
-    match results.ratio("ns", (case, Governor::NAME), (case, Tidegate::NAME)) {
-        Some(ratio) => println!("; ratio to {}: {ratio}", Governor::NAME),
-        None => println!(),
+    for other in [Governor::NAME, BareTable::NAME] {
+        if let Some(ratio) = results.ratio("ns", (case, other), (case, Tidegate::NAME)) {
+            print!("; ratio to {other}: {ratio}");
+        }
     }
+    println!();
 }
 
 fn available_memory() -> f64 {

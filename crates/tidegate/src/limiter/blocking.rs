@@ -60,8 +60,9 @@ impl BlockingStore for MemoryStore {
         self.decide_checked(action, charge, || Ok(charge.check(action)?))
     }
 
+    #[inline]
     fn acquire_blocking(self: &Arc<Self>, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide_checked(Action::Acquire, charge, || Ok(charge.check(Action::Acquire)?))
+        self.acquire_now(charge)
     }
 
     fn decide_all_blocking(
@@ -103,6 +104,7 @@ impl<S> Copy for Blocking<'_, S> {}
 
 impl<S: BlockingStore> Blocking<'_, S> {
     /// Decides a charge and, if it is allowed, takes its units; see [`Limiter::acquire`].
+    #[inline]
     pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.store.acquire_blocking(charge)
     }

@@ -27,14 +27,16 @@ use crate::algorithm::{Algorithm, Bucket, FixedWindow, Plan, SlidingCounter, Sli
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
+use crate::limiter::Error;
 
+mod acquire;
 mod builder;
 mod context;
 pub(crate) mod fingerprint;
 mod group;
 mod logs;
 mod shard;
-mod state;
+pub(crate) mod state;
 mod table;
 
 /// Number of shards: enough that scanning one is fast even with millions of keys, and few enough
@@ -68,7 +70,7 @@ const MAX_EVICTION_SCAN: usize = 16_384;
 /// ```
 #[derive(Debug)]
 pub struct MemoryStore {
-    shards: Box<[Shard]>,
+    shards: Box<[Shard; SHARDS]>,
     secret: &'static HashSecret,
     clock: StoreClock,
     max_keys: usize,
@@ -199,6 +201,21 @@ impl MemoryStore {
     /// the result is written only once.
     #[inline]
     pub(crate) fn decide_checked<E: From<StoreError>>(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
+        if action == Action::Acquire {
+            self.acquire_checked(charge, check)
+        } else {
+            self.decide_any(action, charge, check)
+        }
+    }
+
+    /// Decides a charge by the general arithmetic.
+    #[inline]
+    fn decide_any<E: From<StoreError>>(
         &self,
         action: Action,
         charge: &Charge<'_>,
@@ -393,6 +410,7 @@ impl MemoryStore {
         has_room
     }
 
+    #[inline]
     fn sweep(&self, table: &mut Table, now: u64) {
         let removed = table.sweep(now);
         if removed > 0 {
@@ -407,6 +425,11 @@ impl MemoryStore {
 }
 
 impl Store for MemoryStore {
+    #[inline]
+    async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+        self.acquire_now(charge)
+    }
+
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         self.decide_now(action, charge)
     }
@@ -455,7 +478,7 @@ mod tests {
                 let _ = (now(&format!("key-{key}"), &quota), round);
             }
         }
-        for shard in &store.shards {
+        for shard in store.shards.iter() {
             let entries = shard.lock().logs.entry_count();
             assert!(entries <= 100 + 1, "{entries} entries in a shard");
         }

@@ -62,7 +62,7 @@ impl Builder {
     pub fn build(self) -> MemoryStore {
         let max_log_entries = self.max_log_entries();
         MemoryStore {
-            shards: std::iter::repeat_with(Shard::default).take(SHARDS).collect(),
+            shards: Box::new(std::array::from_fn(|_| Shard::default())),
             secret: HashSecret::global(),
             clock: self
                 .clock

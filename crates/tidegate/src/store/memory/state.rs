@@ -37,6 +37,16 @@ pub(super) enum CounterKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct PackedState([u64; 3]);
 
+/// The low bits of a bucket without an overdraft, which depend only on its quota.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct BucketTemplate([u64; 3]);
+
+impl BucketTemplate {
+    pub(crate) fn new(quota: &Quota) -> Self {
+        Self(PackedState::new(CounterKind::Bucket, 0, 0, 0, quota).0)
+    }
+}
+
 /// A counter that can be stored as a [`PackedState`]. The entries of a log are stored separately,
 /// in [`Logs`].
 pub(super) trait StoredCounter: Counter + Default {
@@ -169,7 +179,7 @@ impl PackedState {
 
     /// Marks a counter that has used up its quota.
     #[inline]
-    fn exhausted_if(mut self, is_exhausted: bool) -> Self {
+    pub(super) fn exhausted_if(mut self, is_exhausted: bool) -> Self {
         self.0[0] |= u64::from(is_exhausted) * EXHAUSTED;
         self
     }
@@ -205,6 +215,28 @@ impl PackedState {
 
     fn parts(self) -> u64 {
         self.0[2] >> LOW_LIFETIME_BITS
+    }
+
+    /// Returns the time, units and fraction of a bucket with this template.
+    #[inline]
+    pub(super) fn bucket_of(self, template: &BucketTemplate) -> Option<(u64, u64, u64)> {
+        let [time, units, parts] = self.0;
+        let [low_time, low_units, low_parts] = template.0;
+        let difference = (time ^ low_time) & low_bits(TIME_SHIFT) & !EXHAUSTED
+            | (units ^ low_units) & low_bits(HIGH_LIFETIME_BITS)
+            | (parts ^ low_parts) & low_bits(LOW_LIFETIME_BITS);
+        (difference == 0).then_some((self.time(), self.units(), self.parts()))
+    }
+
+    /// Packs a bucket that [`bucket_of`](Self::bucket_of) has unpacked.
+    #[inline]
+    pub(super) fn bucket(time: u64, units: u64, parts: u64, template: &BucketTemplate) -> Self {
+        let [low_time, low_units, low_parts] = template.0;
+        Self([
+            time << TIME_SHIFT | low_time,
+            units << HIGH_LIFETIME_BITS | low_units,
+            parts << LOW_LIFETIME_BITS | low_parts,
+        ])
     }
 
     /// Returns the index of a log in [`Logs`], which takes the place of the units.

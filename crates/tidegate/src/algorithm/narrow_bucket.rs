@@ -1,0 +1,210 @@
+//! [`NarrowBucket`]: the arithmetic of a bucket in 64 bits and without a division.
+//!
+//! The level is one number, in W-ths of a unit: a microsecond drains L of them. The decisions are
+//! those of [`Bucket`](super::Bucket), which handles every other case: a quota that is too large
+//! for 64 bits, an overdraft, a changed quota, a clock that stepped back.
+
+/// The numbers of a bucket, precomputed once per quota.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NarrowBucket {
+    /// 0 if this is no bucket or its numbers do not fit, so that no cost is admitted.
+    burst: u64,
+    /// The burst in W-ths of a unit.
+    capacity: u64,
+    window: Reciprocal,
+    limit: Reciprocal,
+}
+
+/// A level in W-ths of a unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NarrowLevel(u64);
+
+impl NarrowBucket {
+    /// The numbers of a quota that is no bucket.
+    pub(crate) const NONE: Self =
+        Self { burst: 0, capacity: 0, window: Reciprocal::ONE, limit: Reciprocal::ONE };
+
+    /// Precomputes the numbers, each at least 1.
+    pub(crate) fn new(limit: u64, window: u64, burst: u64) -> Self {
+        // A bit stays free for the sum of a level and a cost, and one for the division.
+        match burst.checked_mul(window) {
+            Some(capacity) if capacity < 1 << 60 => Self {
+                burst,
+                capacity,
+                window: Reciprocal::new(window),
+                limit: Reciprocal::new(limit),
+            },
+            _ => Self::NONE,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn burst(&self) -> u64 {
+        self.burst
+    }
+
+    /// Returns whether this cost can be admitted, by this arithmetic.
+    #[inline]
+    pub(crate) fn can_admit(&self, cost: u64) -> bool {
+        cost.wrapping_sub(1) < self.burst
+    }
+
+    /// Returns a stored level after `elapsed` microseconds. Returns `None` for numbers that only
+    /// [`Bucket`](super::Bucket) handles.
+    #[inline]
+    pub(crate) fn level(&self, units: u64, part: u64, elapsed: u64) -> Option<NarrowLevel> {
+        // A fraction of another window, whose tag is the same by chance, may be larger.
+        if units > self.burst || part >= self.window.divisor {
+            return None;
+        }
+        let drained = elapsed.checked_mul(self.limit.divisor)?;
+        let parts = units * self.window.divisor + part;
+        Some(NarrowLevel(parts.saturating_sub(drained)))
+    }
+
+    /// Returns the level with the cost, which is at most the burst, if there is room for it.
+    #[inline]
+    pub(crate) fn spend(&self, level: NarrowLevel, cost: u64) -> Result<NarrowLevel, NarrowLevel> {
+        let spent = NarrowLevel(level.0 + cost * self.window.divisor);
+        if spent.0 <= self.capacity { Ok(spent) } else { Err(spent) }
+    }
+
+    /// Returns whether this level is the whole burst.
+    #[inline]
+    pub(crate) fn is_full(&self, level: NarrowLevel) -> bool {
+        level.0 >= self.capacity
+    }
+
+    /// Returns the whole units of a level and the rest, in W-ths of a unit.
+    #[inline]
+    pub(crate) fn split(&self, level: NarrowLevel) -> (u64, u64) {
+        let units = self.window.divide(level.0);
+        (units, level.0 - units * self.window.divisor)
+    }
+
+    /// Returns the whole units that fit above a level.
+    #[inline]
+    pub(crate) fn remaining(&self, level: NarrowLevel) -> u64 {
+        // The fraction of a unit above a burst that was lowered is an overdraft.
+        self.window.divide(self.capacity.saturating_sub(level.0))
+    }
+
+    /// Returns the time until a level has drained.
+    #[inline]
+    pub(crate) fn drain_time(&self, level: NarrowLevel) -> u64 {
+        // Rounded up.
+        self.limit.divide(level.0 + (self.limit.divisor - 1))
+    }
+
+    /// Returns the time until a level that is too high by a cost has room for it.
+    #[inline]
+    pub(crate) fn wait(&self, too_high: NarrowLevel) -> u64 {
+        self.drain_time(NarrowLevel(too_high.0 - self.capacity))
+    }
+}
+
+/// A divisor below 2^62 and its inverse: a multiplication instead of a division.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Reciprocal {
+    divisor: u64,
+    /// 2^(64 + shift) / (2 · divisor), rounded up.
+    inverse: u64,
+    shift: u32,
+}
+
+impl Reciprocal {
+    const ONE: Self = Self { divisor: 1, inverse: 1 << 63, shift: 0 };
+
+    fn new(divisor: u64) -> Self {
+        // Twice the divisor is more than 2^shift and at most 2^(shift + 1), so that the inverse
+        // has 64 bits.
+        let shift = (2 * divisor - 1).ilog2();
+        let inverse = (1_u128 << (64 + shift)).div_ceil(u128::from(2 * divisor));
+        Self { divisor, inverse: u64::try_from(inverse).unwrap_or(u64::MAX), shift }
+    }
+
+    /// Returns the quotient of a number below 2^62. The inverse is too large by less than one, so
+    /// the product is too large by less than 2^63. Every product is at least that far below the
+    /// next multiple of 2^(64 + shift), so the quotient is exact.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "the high half of a product")]
+    fn divide(self, number: u64) -> u64 {
+        let product = u128::from(2 * number) * u128::from(self.inverse);
+        (product >> 64) as u64 >> (self.shift % 64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::algorithm::{Bucket, Counter as _};
+    use crate::quota::Quota;
+
+    fn number() -> impl Strategy<Value = u64> {
+        (0..64_u32, any::<u64>()).prop_map(|(shift, number)| number >> shift)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(20_000))]
+
+        #[test]
+        fn a_reciprocal_divides_exactly(number in number(), divisor in number(), near in 0..3_u64) {
+            const MAX: u64 = (1 << 62) - 1;
+            let (number, divisor) = (number & MAX, (divisor & MAX).max(1));
+            let multiple = (number / divisor * divisor + near).saturating_sub(1).min(MAX);
+            for number in [number, multiple, MAX] {
+                prop_assert_eq!(Reciprocal::new(divisor).divide(number), number / divisor);
+            }
+        }
+
+        /// Every field is that of a `Bucket`, for any level and time.
+        #[test]
+        fn a_narrow_bucket_decides_like_a_bucket(
+            limit in number(), window in number(), burst in number(), elapsed in number(),
+            units in number(), part in number(), cost in number(),
+        ) {
+            let window = 1_000 + window % (366 * 86_400 * 1_000_000 - 999);
+            let limit = 1 + limit % Quota::MAX_LIMIT;
+            let Ok(quota) = Quota::token_bucket(limit, Duration::from_micros(window)) else {
+                return Ok(());
+            };
+            let burst = 1 + burst % Quota::MAX_LIMIT;
+            let Ok(quota) = quota.with_burst(burst) else { return Ok(()) };
+            let (units, part, cost) = (units % (burst + 1), part % window, 1 + cost % burst);
+            let elapsed = elapsed % (1 << 52);
+            let narrow = quota.narrow();
+            prop_assert_eq!(narrow.can_admit(cost), burst.saturating_mul(window) < 1 << 60);
+            prop_assert!(!narrow.can_admit(0) && !narrow.can_admit(burst + 1));
+            if !narrow.can_admit(cost) {
+                return Ok(());
+            }
+            let Some(level) = narrow.level(units, part, elapsed) else { return Ok(()) };
+            let now = elapsed + 7;
+            let mut bucket =
+                Bucket { time: 7, level: units, part, window_tag: quota.window_tag() };
+            bucket.advance_to(&quota, now);
+            let remaining = bucket.remaining(&quota);
+            prop_assert_eq!(narrow.remaining(level), remaining);
+            match narrow.spend(level, cost) {
+                Ok(level) => {
+                    prop_assert!(cost <= remaining);
+                    prop_assert_eq!(narrow.drain_time(level), bucket.reset_after(&quota, now, cost));
+                    bucket.spend(&quota, now, cost);
+                    prop_assert_eq!(narrow.split(level), (bucket.level, bucket.part));
+                    prop_assert_eq!(narrow.remaining(level), bucket.remaining(&quota));
+                    prop_assert_eq!(narrow.is_full(level), bucket.level >= burst);
+                }
+                Err(too_high) => {
+                    prop_assert!(cost > remaining);
+                    prop_assert_eq!(narrow.wait(too_high), bucket.wait_for(&quota, now, cost));
+                    prop_assert_eq!(narrow.drain_time(level), bucket.reset_after(&quota, now, 0));
+                    prop_assert_eq!(narrow.split(level), (bucket.level, bucket.part));
+                }
+            }
+        }
+    }
+}
