@@ -1,5 +1,4 @@
-//! Metrics in Prometheus's text format. What every decision counts is counted by each thread for
-//! itself ([`Counters`]).
+//! Metrics in Prometheus's text format. Each thread counts its decisions for itself ([`Counters`]).
 //!
 //! A key is never a label, because the number of keys is unbounded.
 
