@@ -18,8 +18,15 @@ use crate::metrics::Metrics;
 /// Store of the service.
 #[expect(clippy::large_enum_variant, reason = "a process has only one backend")]
 pub(crate) enum Backend {
-    Memory(InstrumentedStore<MemoryStore>),
+    Memory(MemoryBackend),
     Redis(RedisBackend),
+}
+
+/// Memory, which records its errors and, in traces, its calls. The time of a call is that of the
+/// decision.
+pub(crate) struct MemoryBackend {
+    store: MemoryStore,
+    metrics: Arc<Metrics>,
 }
 
 /// Redis and its wrappers, from the outside in: the fallback decides locally, the deny cache
@@ -47,7 +54,7 @@ impl Backend {
         match config {
             StoreConfig::Memory(settings) => {
                 let store = MemoryStore::builder().max_keys(settings.max_keys).build();
-                Ok(Self::Memory(InstrumentedStore { store, metrics }))
+                Ok(Self::Memory(MemoryBackend { store, metrics }))
             }
             StoreConfig::Redis(config) => {
                 Ok(Self::Redis(RedisBackend::start(config, metrics).await?))
@@ -57,7 +64,7 @@ impl Backend {
 
     #[cfg(test)]
     pub(crate) fn memory(store: MemoryStore, metrics: Arc<Metrics>) -> Self {
-        Self::Memory(InstrumentedStore { store, metrics })
+        Self::Memory(MemoryBackend { store, metrics })
     }
 
     /// Returns the timeout for all store calls of one request. Memory needs none.
@@ -86,8 +93,9 @@ impl Store for Backend {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         match self {
             Self::Memory(memory) => {
-                let decided = memory.decide(action, charge).await;
-                decided.or_else(|error| when_full(action, charge, error))
+                // Ready at once.
+                let decided = memory.traced(action, 1, memory.store.decide(action, charge)).await;
+                decided.or_else(|error| when_full(action, charge, memory.counted(error)))
             }
             Self::Redis(redis) => Box::pin(redis.fallback.decide(action, charge)).await,
         }
@@ -100,8 +108,10 @@ impl Store for Backend {
     ) -> Result<Vec<Decision>, StoreError> {
         match self {
             Self::Memory(memory) => {
-                let decided = Box::pin(memory.decide_all(action, charges)).await;
+                let call = Box::pin(memory.store.decide_all(action, charges));
+                let decided = memory.traced(action, charges.len(), call).await;
                 decided.or_else(|error| {
+                    let error = memory.counted(error);
                     charges.iter().map(|charge| when_full(action, charge, error.clone())).collect()
                 })
             }
@@ -133,6 +143,20 @@ impl Store for Backend {
             Self::Memory(memory) => memory.store.clock(),
             Self::Redis(redis) => redis.fallback.clock(),
         }
+    }
+}
+
+impl MemoryBackend {
+    /// Awaits a call in a span, if traces are on.
+    async fn traced<T>(&self, action: Action, charges: usize, call: impl Future<Output = T>) -> T {
+        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        if span.is_disabled() { call.await } else { call.instrument(span).await }
+    }
+
+    #[cold]
+    fn counted(&self, error: StoreError) -> StoreError {
+        self.metrics.count_store_error(&error);
+        error
     }
 }
 

@@ -7,19 +7,27 @@
 //! the decisions of a sketch is therefore always in it.
 //!
 //! Recording is part of every decision, so it never blocks: if the lock of a shard stays busy, the
-//! decision is not recorded.
+//! decision is not recorded. Each core has shards of its own, so that the counts of a hot key are
+//! not on a cache line that all cores write; readers add them up.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher as _;
 use std::hint::spin_loop;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread;
+
+use foldhash::fast::RandomState;
+use tidegate::Timestamp;
 
 use crate::metrics::RequestOutcome;
+use crate::metrics::counters::stripe;
 
-/// Many shards with few entries each: threads rarely contend, and a linear search of a sketch takes
-/// only nanoseconds. There are 1,024 entries per minute for each outcome.
+/// Many shards with few entries each: a linear search of a sketch takes only nanoseconds. There are
+/// 1,024 entries per minute for each outcome, of each stripe.
 const SHARDS: usize = 32;
+/// Maximum number of stripes, each of which takes up to 1.5 MB with keys of 30 bytes.
+const MAX_STRIPES: usize = 16;
 const SKETCH_ENTRIES: usize = 32;
 const MAX_MINUTES: usize = 5;
 const SECONDS_PER_MINUTE: u64 = 60;
@@ -31,8 +39,10 @@ const SPIN_LIMIT: usize = 16;
 
 /// Most frequent keys of the last minutes, by outcome.
 pub(crate) struct HotKeys {
-    shards: Box<[Shard]>,
-    /// Randomly seeded: attackers choose keys, and could otherwise fill a single shard.
+    /// Shards of each stripe.
+    stripes: Box<[Box<[Shard]>]>,
+    /// Randomly seeded, because attackers choose keys. Keys with equal hashes would only share a
+    /// shard, whose size and time are bounded, so the hash need not be a cryptographic one.
     hasher: RandomState,
 }
 
@@ -60,24 +70,37 @@ struct Minute {
     sketches: [Sketch; 3],
 }
 
+/// Entries of a sketch, in arrays by field: nearly every search reads only the tags.
 #[derive(Default)]
 struct Sketch {
+    /// Part of the hash of each key.
+    tags: Vec<u32>,
+    counts: Vec<u64>,
     entries: Vec<Entry>,
+    /// Lowest count, as long as an entry from the cursor on has it. Counts only grow, so none
+    /// before the cursor has it.
+    lowest: u64,
+    cursor: usize,
 }
 
 #[derive(Default)]
 struct Entry {
-    hash: u64,
-    count: u64,
     error: u64,
     /// Policy and key in one allocation, which is reused for the next key.
     name: String,
     policy_bytes: usize,
 }
 
+/// Returns the time of a store's clock in seconds.
+pub(crate) fn seconds(time: Timestamp) -> u64 {
+    time.as_micros() / 1_000_000
+}
+
 impl HotKeys {
     pub(crate) fn new() -> Self {
-        Self { shards: (0..SHARDS).map(|_| Shard::default()).collect(), hasher: RandomState::new() }
+        let stripes = thread::available_parallelism().map_or(1, usize::from).clamp(1, MAX_STRIPES);
+        let shards = || (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { stripes: (0..stripes).map(|_| shards()).collect(), hasher: RandomState::default() }
     }
 
     /// Counts a decision at a time of any monotonic clock. Returns false if it was not recorded.
@@ -92,9 +115,12 @@ impl HotKeys {
             return false;
         }
         let hash = self.hasher.hash_one((policy, key));
-        let Some(mut minutes) = self.shard(hash).try_lock() else { return false };
+        let [shard, _, _, _, tag @ ..] = hash.to_le_bytes();
+        let shards = &self.stripes[stripe() % self.stripes.len()];
+        let shard = &shards[usize::from(shard) % SHARDS];
+        let Some(mut minutes) = shard.try_lock() else { return false };
         let Some(minute) = minute_at(&mut minutes, now_seconds) else { return false };
-        minute.sketches[outcome as usize].add(hash, policy, key);
+        minute.sketches[outcome as usize].add(u32::from_le_bytes(tag), policy, key);
         true
     }
 
@@ -105,10 +131,7 @@ impl HotKeys {
         outcome: RequestOutcome,
         limit: usize,
     ) -> Vec<HotKey> {
-        let mut keys: Vec<HotKey> = Vec::new();
-        for shard in &self.shards {
-            keys.extend(totals(&shard.lock(), now_seconds, outcome));
-        }
+        let mut keys: Vec<HotKey> = self.totals(now_seconds, outcome).flatten().collect();
         keys.sort_unstable_by(|one, other| one.rank().cmp(&other.rank()));
         keys.truncate(limit);
         keys
@@ -120,15 +143,21 @@ impl HotKeys {
         now_seconds: u64,
         is_wanted: impl Fn(&str, &str) -> bool,
     ) -> Option<String> {
-        let keys = RequestOutcome::ALL.into_iter().flat_map(|outcome| {
-            self.shards.iter().flat_map(move |shard| totals(&shard.lock(), now_seconds, outcome))
-        });
-        keys.into_iter().find(|hot| is_wanted(&hot.policy, &hot.key)).map(|hot| hot.key)
+        let outcomes = RequestOutcome::ALL.into_iter();
+        let mut keys = outcomes.flat_map(|outcome| self.totals(now_seconds, outcome).flatten());
+        keys.find(|hot| is_wanted(&hot.policy, &hot.key)).map(|hot| hot.key)
     }
 
-    fn shard(&self, hash: u64) -> &Shard {
-        let [byte, ..] = hash.to_le_bytes();
-        &self.shards[usize::from(byte) % SHARDS]
+    /// Iterates over the total counts of the keys of each shard, over all stripes.
+    fn totals(
+        &self,
+        now_seconds: u64,
+        outcome: RequestOutcome,
+    ) -> impl Iterator<Item = Vec<HotKey>> {
+        (0..SHARDS).map(move |shard| {
+            let parts: Vec<_> = self.stripes.iter().map(|shards| shards[shard].lock()).collect();
+            totals(&parts, now_seconds, outcome)
+        })
     }
 }
 
@@ -167,9 +196,14 @@ fn minute_at(minutes: &mut Minutes, now_seconds: u64) -> Option<&mut Minute> {
 }
 
 /// Returns the total counts of a shard's keys over the last minutes.
-fn totals(minutes: &Minutes, now_seconds: u64, outcome: RequestOutcome) -> Vec<HotKey> {
+fn totals(
+    parts: &[MutexGuard<'_, Minutes>],
+    now_seconds: u64,
+    outcome: RequestOutcome,
+) -> Vec<HotKey> {
     let oldest = (now_seconds / SECONDS_PER_MINUTE).saturating_sub(MAX_MINUTES as u64 - 1);
-    let recent = minutes.iter().filter(|minute| minute.number >= oldest);
+    let recent =
+        parts.iter().flat_map(|minutes| minutes.iter()).filter(|minute| minute.number >= oldest);
     let sketches = recent.map(|minute| &minute.sketches[outcome as usize]);
     // A key that is missing in a sketch may have been seen as often as its lowest count. Starting
     // with the sum of these keeps each total an upper bound.
@@ -177,10 +211,10 @@ fn totals(minutes: &Minutes, now_seconds: u64, outcome: RequestOutcome) -> Vec<H
     let mut totals: HashMap<(&str, &str), (u64, u64)> = HashMap::new();
     for sketch in sketches {
         let missed_here = sketch.max_missed();
-        for entry in &sketch.entries {
+        for (entry, seen) in sketch.entries.iter().zip(&sketch.counts) {
             let (count, error) =
                 totals.entry(entry.policy_and_key()).or_insert((max_missed, max_missed));
-            *count = *count - missed_here + entry.count;
+            *count = *count - missed_here + seen;
             *error = *error - missed_here + entry.error;
         }
     }
@@ -196,25 +230,59 @@ fn totals(minutes: &Minutes, now_seconds: u64, outcome: RequestOutcome) -> Vec<H
 }
 
 impl Sketch {
-    fn add(&mut self, hash: u64, policy: &str, key: &str) {
-        let is_same =
-            |entry: &&mut Entry| entry.hash == hash && entry.policy_and_key() == (policy, key);
-        if let Some(entry) = self.entries.iter_mut().find(is_same) {
-            entry.count += 1;
+    fn add(&mut self, tag: u32, policy: &str, key: &str) {
+        if let Some(index) = self.find(tag, policy, key) {
+            self.counts[index] += 1;
             return;
         }
-        if self.entries.len() < SKETCH_ENTRIES {
+        let index = if self.entries.len() < SKETCH_ENTRIES {
+            self.tags.push(tag);
+            self.counts.push(0);
             self.entries.push(Entry::default());
+            self.entries.len() - 1
+        } else {
+            self.lightest()
+        };
+        // The new key may have been seen before, up to as often as the one that it replaces.
+        self.tags[index] = tag;
+        self.entries[index].replace(self.counts[index], policy, key);
+        self.counts[index] += 1;
+    }
+
+    fn find(&self, tag: u32, policy: &str, key: &str) -> Option<usize> {
+        const CHUNK: usize = 8;
+        for (number, chunk) in self.tags.chunks(CHUNK).enumerate() {
+            // Compares all, which needs fewer instructions than to stop at the first.
+            if !chunk.iter().fold(false, |found, known| found | (*known == tag)) {
+                continue;
+            }
+            for (index, known) in (number * CHUNK..).zip(chunk) {
+                if *known == tag && self.entries[index].is(policy, key) {
+                    return Some(index);
+                }
+            }
         }
-        if let Some(lightest) = self.entries.iter_mut().min_by_key(|entry| entry.count) {
-            lightest.replace(hash, policy, key);
-        }
+        None
+    }
+
+    /// Returns an entry with the lowest count of a full sketch.
+    fn lightest(&mut self) -> usize {
+        let is_lowest = |count: &u64| *count == self.lowest;
+        let next = self.counts[self.cursor..].iter().position(is_lowest);
+        self.cursor = match next {
+            Some(offset) => self.cursor + offset,
+            None => {
+                self.lowest = self.counts.iter().copied().min().unwrap_or(0);
+                self.counts.iter().position(|count| *count == self.lowest).unwrap_or(0)
+            }
+        };
+        self.cursor
     }
 
     /// Returns the maximum number of times that a key without an entry was seen.
     fn max_missed(&self) -> u64 {
         let is_full = self.entries.len() == SKETCH_ENTRIES;
-        self.entries.iter().map(|entry| entry.count).min().filter(|_| is_full).unwrap_or(0)
+        self.counts.iter().copied().min().filter(|_| is_full).unwrap_or(0)
     }
 }
 
@@ -223,11 +291,13 @@ impl Entry {
         self.name.split_at(self.policy_bytes)
     }
 
-    /// Replaces the key. The new one may have been seen before, up to as often as the old one.
-    fn replace(&mut self, hash: u64, policy: &str, key: &str) {
-        self.hash = hash;
-        self.error = self.count;
-        self.count += 1;
+    fn is(&self, policy: &str, key: &str) -> bool {
+        let (known_policy, known_key) = self.name.as_bytes().split_at(self.policy_bytes);
+        known_key == key.as_bytes() && known_policy == policy.as_bytes()
+    }
+
+    fn replace(&mut self, error: u64, policy: &str, key: &str) {
+        self.error = error;
         self.name.clear();
         self.name.reserve_exact(policy.len() + key.len());
         self.name.push_str(policy);
@@ -347,7 +417,9 @@ mod tests {
                 RequestOutcome::ALL[usize::try_from(number % 3).expect("small")],
             );
         }
-        for minute in hot_keys.shards.iter().flat_map(|shard| std::mem::take(&mut *shard.lock())) {
+        for minute in
+            hot_keys.stripes.iter().flatten().flat_map(|shard| std::mem::take(&mut *shard.lock()))
+        {
             for sketch in minute.sketches {
                 assert!(
                     sketch.entries.len() <= SKETCH_ENTRIES
@@ -397,7 +469,7 @@ mod tests {
     #[test]
     fn busy_shard_never_blocks_a_decision() {
         let hot_keys = HotKeys::new();
-        let busy: Vec<_> = hot_keys.shards.iter().map(Shard::lock).collect();
+        let busy: Vec<_> = hot_keys.stripes.iter().flatten().map(Shard::lock).collect();
         assert!(!hot_keys.record(NOW, "per-user", "k", Allowed));
         drop(busy);
         assert!(hot_keys.record(NOW, "per-user", "k", Allowed));

@@ -1,4 +1,4 @@
-//! Metrics in Prometheus's text format, kept in plain atomics.
+//! Metrics in Prometheus's text format. Each thread counts its decisions for itself ([`Counters`]).
 //!
 //! A key is never a label, because the number of keys is unbounded.
 
@@ -17,11 +17,13 @@ use crate::listener::ClosedConnections;
 use crate::logs::panics;
 use crate::resp::RespCounters;
 
+pub(crate) mod counters;
 pub(crate) mod histogram;
 pub(crate) mod process;
 mod redis;
 mod requests;
 
+pub(crate) use counters::Counters;
 pub(crate) use histogram::Histogram;
 pub(crate) use requests::{RequestOutcome, Requests};
 
@@ -31,7 +33,7 @@ pub(crate) struct Metrics {
     outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
     /// Number of names in `outcomes` that stem from limit overrides in requests.
     override_names: AtomicUsize,
-    sources: [AtomicU64; SOURCES.len()],
+    sources: Counters<{ SOURCES.len() }>,
     pub(crate) requests: Requests,
     pub(crate) store_seconds: Histogram,
     store_errors: [AtomicU64; ERROR_KINDS.len()],
@@ -47,15 +49,16 @@ pub(crate) struct Metrics {
 
 /// Decisions of one policy, by outcome.
 #[derive(Debug, Default)]
-pub(crate) struct Outcomes {
-    allowed: AtomicU64,
-    denied: AtomicU64,
-    shadow_denied: AtomicU64,
-    missing_key: AtomicU64,
-    near_limit: AtomicU64,
-    /// Decisions of a fallback, by source.
-    fallback: [AtomicU64; FALLBACKS.len()],
-}
+pub(crate) struct Outcomes(Counters<{ FALLBACK + FALLBACKS.len() }>);
+
+/// Indexes of the counters of a policy.
+const ALLOWED: usize = 0;
+const DENIED: usize = 1;
+const SHADOW_DENIED: usize = 2;
+const MISSING_KEY: usize = 3;
+const NEAR_LIMIT: usize = 4;
+/// Index of the first of the decisions of a fallback, by source.
+const FALLBACK: usize = 5;
 
 /// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
@@ -70,28 +73,28 @@ const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "mi
 impl Outcomes {
     pub(crate) fn count(&self, allowed: bool, shadow: bool) {
         let counter = match (allowed, shadow) {
-            (true, _) => &self.allowed,
-            (false, false) => &self.denied,
-            (false, true) => &self.shadow_denied,
+            (true, _) => ALLOWED,
+            (false, false) => DENIED,
+            (false, true) => SHADOW_DENIED,
         };
-        counter.fetch_add(1, Ordering::Relaxed);
+        self.0.add(counter, 1);
     }
 
     /// Counts a request that lacks the policy's key.
     pub(crate) fn count_missing_key(&self) {
-        self.missing_key.fetch_add(1, Ordering::Relaxed);
+        self.0.add(MISSING_KEY, 1);
     }
 
     /// Counts units that were admitted near the limit.
     pub(crate) fn count_near_limit(&self, units: u64) {
         if units > 0 {
-            self.near_limit.fetch_add(units, Ordering::Relaxed);
+            self.0.add(NEAR_LIMIT, units);
         }
     }
 
     pub(crate) fn count_source(&self, source: Source) {
         if let Some(index) = FALLBACKS.iter().position(|known| *known == source) {
-            self.fallback[index].fetch_add(1, Ordering::Relaxed);
+            self.0.add(FALLBACK + index, 1);
         }
     }
 }
@@ -101,7 +104,7 @@ impl Default for Metrics {
         Self {
             outcomes: RwLock::default(),
             override_names: AtomicUsize::new(0),
-            sources: Default::default(),
+            sources: Counters::default(),
             requests: Requests::default(),
             store_seconds: Histogram::of_decisions(),
             store_errors: Default::default(),
@@ -148,27 +151,31 @@ impl Metrics {
 
     pub(crate) fn count_source(&self, source: Source) {
         if let Some(index) = SOURCES.iter().position(|known| *known == source) {
-            self.sources[index].fetch_add(1, Ordering::Relaxed);
+            self.sources.add(index, 1);
         }
     }
 
     pub(crate) fn count_store_call(&self, duration: Duration, error: Option<&StoreError>) {
         self.store_seconds.observe(duration);
         if let Some(error) = error {
-            let kind = match error {
-                StoreError::Full { .. } => 0,
-                StoreError::Timeout(_) => 1,
-                StoreError::Unreachable(_) => 2,
-                StoreError::Misconfigured(_) => 4,
-                _ => 3,
-            };
-            self.store_errors[kind].fetch_add(1, Ordering::Relaxed);
+            self.count_store_error(error);
         }
+    }
+
+    pub(crate) fn count_store_error(&self, error: &StoreError) {
+        let kind = match error {
+            StoreError::Full { .. } => 0,
+            StoreError::Timeout(_) => 1,
+            StoreError::Unreachable(_) => 2,
+            StoreError::Misconfigured(_) => 4,
+            _ => 3,
+        };
+        self.store_errors[kind].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns the number of decisions by source, in the order of [`SOURCES`].
     pub(crate) fn source_totals(&self) -> [u64; SOURCES.len()] {
-        self.sources.each_ref().map(|count| count.load(Ordering::Relaxed))
+        self.sources.totals()
     }
 
     /// Calls a closure with each policy and the number of its decisions by outcome: allowed,
@@ -176,8 +183,7 @@ impl Metrics {
     pub(crate) fn for_each_policy(&self, mut visit: impl FnMut(&str, [u64; 3])) {
         let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
         for (policy, outcomes) in all.iter() {
-            let counters = [&outcomes.allowed, &outcomes.denied, &outcomes.shadow_denied];
-            visit(policy, counters.map(|count| count.load(Ordering::Relaxed)));
+            visit(policy, [ALLOWED, DENIED, SHADOW_DENIED].map(|index| outcomes.0.total(index)));
         }
     }
 
@@ -197,18 +203,16 @@ impl Metrics {
 
     /// Writes the counters of each policy.
     fn write_outcomes(&self, text: &mut String) {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
         head(text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
         for (policy, outcomes) in all.iter() {
             let policy = escaped(policy);
-            for (outcome, counter) in [
-                ("allowed", &outcomes.allowed),
-                ("denied", &outcomes.denied),
-                ("shadow_denied", &outcomes.shadow_denied),
-            ] {
+            for (outcome, counter) in
+                [("allowed", ALLOWED), ("denied", DENIED), ("shadow_denied", SHADOW_DENIED)]
+            {
                 let labels = format!("policy=\"{policy}\",outcome=\"{outcome}\"");
-                let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {}", load(counter));
+                let count = outcomes.0.total(counter);
+                let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {count}");
             }
         }
         head(
@@ -218,7 +222,7 @@ impl Metrics {
             "Requests that lack the key of a policy, by policy.",
         );
         for (policy, outcomes) in all.iter() {
-            let (policy, count) = (escaped(policy), load(&outcomes.missing_key));
+            let (policy, count) = (escaped(policy), outcomes.0.total(MISSING_KEY));
             let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
         }
         head(
@@ -228,7 +232,7 @@ impl Metrics {
             "Units admitted near the limit, by policy.",
         );
         for (policy, outcomes) in all.iter() {
-            let (policy, count) = (escaped(policy), load(&outcomes.near_limit));
+            let (policy, count) = (escaped(policy), outcomes.0.total(NEAR_LIMIT));
             let _ = writeln!(text, "tidegate_near_limit_total{{policy=\"{policy}\"}} {count}");
         }
         head(
@@ -239,13 +243,10 @@ impl Metrics {
         );
         for (policy, outcomes) in all.iter() {
             let policy = escaped(policy);
-            for (source, counter) in FALLBACKS.iter().zip(&outcomes.fallback) {
+            for (source, counter) in FALLBACKS.iter().zip(FALLBACK..) {
                 let labels = format!("policy=\"{policy}\",source=\"{source}\"");
-                let _ = writeln!(
-                    text,
-                    "tidegate_fallback_decisions_total{{{labels}}} {}",
-                    load(counter)
-                );
+                let count = outcomes.0.total(counter);
+                let _ = writeln!(text, "tidegate_fallback_decisions_total{{{labels}}} {count}");
             }
         }
     }
@@ -284,13 +285,13 @@ impl Metrics {
             &mut text,
             ("tidegate_decision_sources_total", "source"),
             "Decisions by source.",
-            SOURCES.iter().zip(self.sources.iter().map(load)),
+            SOURCES.iter().zip(self.sources.totals()),
         );
         self.requests.write(&mut text);
         self.store_seconds.write(
             &mut text,
             "tidegate_store_seconds",
-            "Duration of a call to the store.",
+            "Duration of a call to Redis.",
         );
         write_labelled(
             &mut text,

@@ -4,11 +4,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use foldhash::fast::RandomState;
 use tidegate::{
     Action, Enforcement, Error, Observer, Policy, PolicyDecision, PolicyDecisions, Quota, ShowKeys,
+    Store as _, Timestamp,
 };
 
-use crate::hot_keys::HotKeys;
+use crate::backend::Backend;
+use crate::hot_keys::{self, HotKeys};
 use crate::logs::DenialLog;
 use crate::metrics::{Metrics, Outcomes, RequestOutcome};
 
@@ -20,11 +23,12 @@ pub(crate) const OWN_QUOTA: &str = "(quota)";
 pub(crate) struct DecisionObserver {
     metrics: Arc<Metrics>,
     hot_keys: Arc<HotKeys>,
-    started: Instant,
+    /// Its clock has the time of the decisions.
+    backend: Arc<Backend>,
     /// Part of a limit from which on units count as near the limit.
     near_limit_ratio: f32,
     /// Counters by the name of a policy or rule. The map never changes, so counting needs no lock.
-    outcomes: HashMap<String, Arc<Outcomes>>,
+    outcomes: HashMap<String, Arc<Outcomes>, RandomState>,
     denials: Option<Denials>,
 }
 
@@ -40,7 +44,7 @@ impl DecisionObserver {
     pub(crate) fn new<'a>(
         metrics: &Arc<Metrics>,
         hot_keys: &Arc<HotKeys>,
-        started: Instant,
+        backend: &Arc<Backend>,
         near_limit_ratio: f32,
         names: impl Iterator<Item = &'a str>,
     ) -> Self {
@@ -49,7 +53,7 @@ impl DecisionObserver {
         Self {
             metrics: Arc::clone(metrics),
             hot_keys: Arc::clone(hot_keys),
-            started,
+            backend: Arc::clone(backend),
             near_limit_ratio,
             outcomes: outcomes.collect(),
             denials: None,
@@ -75,7 +79,7 @@ impl DecisionObserver {
     }
 
     /// `is_passed`: whether the request passes, so that an admitted charge took its units.
-    fn count(&self, decision: &PolicyDecision<'_>, is_passed: bool, uptime: u64) {
+    fn count(&self, decision: &PolicyDecision<'_>, is_passed: bool, seconds: u64) {
         let made = decision.decision();
         self.metrics.count_source(made.source);
         let is_shadow = decision.enforcement() != Enforcement::Enforce;
@@ -103,15 +107,15 @@ impl DecisionObserver {
             (false, _) => RequestOutcome::ShadowDenied,
         };
         if let Some(key) = decision.key().filter(|_| name != OWN_QUOTA) {
-            self.hot_keys.record(uptime, decision.policy(), key, outcome);
+            self.hot_keys.record(seconds, decision.policy(), key, outcome);
         }
     }
 
-    fn log_denial(&self, decisions: &PolicyDecisions<'_>, now: Instant) {
+    fn log_denial(&self, decisions: &PolicyDecisions<'_>) {
         let Some(Denials { log, show_keys }) = &self.denials else { return };
         if let Some(denial) = decisions.denied_by() {
             let shown = show_keys.get(denial.policy()).copied().unwrap_or(ShowKeys::Hashed);
-            log.log(denial, shown, now);
+            log.log(denial, shown, Instant::now());
         }
     }
 }
@@ -132,13 +136,13 @@ fn near_limit(decision: &PolicyDecision<'_>, ratio: f32) -> u64 {
 }
 
 impl Observer for DecisionObserver {
-    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
-        let uptime = start.saturating_duration_since(self.started).as_secs();
+    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Timestamp) {
+        let seconds = hot_keys::seconds(start);
         let is_allowed = decisions.is_allowed();
         for decision in decisions {
             match decision.action() {
-                Action::Acquire => self.count(decision, is_allowed, uptime),
-                Action::Report => self.count(decision, true, uptime),
+                Action::Acquire => self.count(decision, is_allowed, seconds),
+                Action::Report => self.count(decision, true, seconds),
                 _ => {}
             }
         }
@@ -151,10 +155,10 @@ impl Observer for DecisionObserver {
             } else {
                 RequestOutcome::Allowed
             };
-            let duration = start.elapsed();
+            let duration = self.backend.clock().now().saturating_duration_since(start);
             self.metrics.requests.count(outcome, duration);
             if action == Action::Acquire && !is_allowed {
-                self.log_denial(decisions, start + duration);
+                self.log_denial(decisions);
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use http::HeaderMap;
 use tidegate::{
     Action, Charge, ClientIp, Error, Limiter, Policies, PolicyDecisions, PolicyLimiter, Query,
@@ -15,7 +15,7 @@ use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Rule, Unit, override_name};
 use crate::gateway::Telemetry;
-use crate::hot_keys::HotKeys;
+use crate::hot_keys::{self, HotKeys};
 use crate::key_hash;
 use crate::logs::{self, DenialLog};
 use crate::metrics::Metrics;
@@ -68,7 +68,7 @@ impl ServerState {
 
     fn new(config: Config, backend: Arc<Backend>, metrics: Arc<Metrics>) -> Self {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
-        let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys, started);
+        let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys);
         let (active, gateway) = (ArcSwap::from_pointee(active), OnceLock::new());
         let started_at = SystemTime::now();
         let reloads = ReloadHistory::new(started_at);
@@ -87,8 +87,8 @@ impl ServerState {
 
     /// Activates a new configuration. The counts stay.
     pub(crate) fn reload(&self, config: Config) {
-        let Self { backend, metrics, hot_keys, started, .. } = self;
-        let active = ActiveConfig::new(config, backend, metrics, hot_keys, *started);
+        let Self { backend, metrics, hot_keys, .. } = self;
+        let active = ActiveConfig::new(config, backend, metrics, hot_keys);
         self.active.store(Arc::new(active));
     }
 
@@ -96,7 +96,18 @@ impl ServerState {
         self.active.load_full()
     }
 
-    /// Returns the seconds since the start, which is the time of the hot keys.
+    /// Returns the active configuration for a short time, without a write to a counter that all
+    /// threads share.
+    pub(crate) fn active_guard(&self) -> Guard<Arc<ActiveConfig>> {
+        self.active.load()
+    }
+
+    /// Returns the time of the hot keys, in seconds.
+    pub(crate) fn hot_keys_time(&self) -> u64 {
+        hot_keys::seconds(self.backend.clock().now())
+    }
+
+    /// Returns the seconds since the start.
     pub(crate) fn uptime(&self) -> u64 {
         self.started.elapsed().as_secs()
     }
@@ -112,14 +123,13 @@ impl ActiveConfig {
         backend: &Arc<Backend>,
         metrics: &Arc<Metrics>,
         hot_keys: &Arc<HotKeys>,
-        started: Instant,
     ) -> Self {
         let rules = config.envoy.rules.rules().map(|rule| (rule.path.as_str(), rule.show_keys()));
         let policies = config.policies.iter().map(|policy| (policy.name(), policy.show_keys()));
         let names: Vec<(&str, ShowKeys)> = policies.chain(rules).collect();
         let ratio = config.envoy.near_limit_ratio;
         let only_names = names.iter().map(|(name, _)| *name);
-        let observer = DecisionObserver::new(metrics, hot_keys, started, ratio, only_names)
+        let observer = DecisionObserver::new(metrics, hot_keys, backend, ratio, only_names)
             .with_denial_log(config.log_denials.map(DenialLog::new), &names);
         let observer = Arc::new(observer);
         let forward_auth_parts = UsedParts::of(&config.policies);

@@ -49,7 +49,8 @@ impl HotKeysBody {
     pub(super) fn new(state: &ServerState, limit: usize) -> Self {
         let active = state.active();
         let shown = |outcome| -> Vec<HotKey> {
-            let keys = state.hot_keys.heaviest(state.uptime(), outcome, limit.min(MAX_LIMIT));
+            let keys =
+                state.hot_keys.heaviest(state.hot_keys_time(), outcome, limit.min(MAX_LIMIT));
             let show = |hot: HotKey| HotKey { key: active.shown_key(&hot.policy, hot.key), ..hot };
             keys.into_iter().map(show).collect()
         };

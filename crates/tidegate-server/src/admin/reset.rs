@@ -53,7 +53,7 @@ pub(super) fn listed_key(
     if !key_hash::is_hash(hash) || active.show_keys(policy) != ShowKeys::Hashed {
         return None;
     }
-    state.hot_keys.find(state.uptime(), |hot_policy, hot_key| {
+    state.hot_keys.find(state.hot_keys_time(), |hot_policy, hot_key| {
         hot_policy == policy && key_hash::of(hot_key) == hash
     })
 }

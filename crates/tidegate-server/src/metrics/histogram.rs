@@ -1,10 +1,9 @@
 //! Histograms of durations.
 
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::head;
+use super::{Counters, head};
 use crate::duration;
 
 /// Upper bound of a bucket, in microseconds and as a label in seconds.
@@ -14,9 +13,13 @@ type Bound = (u64, &'static str);
 #[derive(Debug)]
 pub(crate) struct Histogram {
     bounds: &'static [Bound],
-    buckets: Box<[AtomicU64]>,
-    nanos: AtomicU64,
+    /// Values in each bucket, and the sum in nanoseconds.
+    counters: Counters<{ MAX_BUCKETS + 1 }>,
 }
+
+/// Maximum number of buckets.
+const MAX_BUCKETS: usize = 23;
+const NANOS: usize = MAX_BUCKETS;
 
 /// Buckets for decisions, from 10 µs to 1 s.
 const DECISION_BOUNDS: &[Bound] = &[
@@ -69,25 +72,24 @@ impl Histogram {
     }
 
     fn new(bounds: &'static [Bound]) -> Self {
-        let buckets = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
-        Self { bounds, buckets, nanos: AtomicU64::new(0) }
+        Self { bounds, counters: Counters::default() }
     }
 
     pub(crate) fn observe(&self, duration: Duration) {
         let micros = duration::micros_rounded_up(duration);
         let bucket = self.bounds.partition_point(|(bound, _)| *bound < micros);
-        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
-        self.nanos.fetch_add(duration::nanos(duration), Ordering::Relaxed);
+        self.counters.add(bucket, 1);
+        self.counters.add(NANOS, duration::nanos(duration));
     }
 
     /// Returns the number of durations in each bucket; the last one has no upper bound.
     pub(crate) fn counts(&self) -> Vec<u64> {
-        self.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect()
+        (0..=self.bounds.len()).map(|bucket| self.counters.total(bucket)).collect()
     }
 
     /// Returns the number of durations.
     pub(crate) fn total(&self) -> u64 {
-        self.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).sum()
+        (0..=self.bounds.len()).map(|bucket| self.counters.total(bucket)).sum()
     }
 
     /// Writes a metric without labels.
@@ -106,10 +108,9 @@ impl Histogram {
 pub(crate) fn write_sum(text: &mut String, name: &str, labels: &str, parts: &[&Histogram]) {
     let bounds = parts.first().map_or(&[][..], |part| part.bounds);
     let labelled = bounds.iter().map(|(_, label)| *label).chain(["+Inf"]);
-    let counts = (0..=bounds.len()).map(|bucket| {
-        parts.iter().map(|part| part.buckets[bucket].load(Ordering::Relaxed)).sum::<u64>()
-    });
-    let nanos = parts.iter().map(|part| part.nanos.load(Ordering::Relaxed)).sum();
+    let sum = |index| parts.iter().map(|part| part.counters.total(index)).sum::<u64>();
+    let counts = (0..=bounds.len()).map(sum);
+    let nanos = sum(NANOS);
     let seconds = Duration::from_nanos(nanos).as_secs_f64();
     write_buckets(text, name, labels, labelled.zip(counts), seconds);
 }

@@ -3,11 +3,10 @@
 //! A request that several policies judge is one request. The number of requests is that of the
 //! durations, so that counting by outcome costs no further write per request.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::histogram::write_sum;
-use super::{Histogram, head, write_labelled};
+use super::{Counters, Histogram, head, write_labelled};
 
 /// Outcome of a request that was decided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,14 +29,14 @@ const OUTCOMES: [&str; 4] = ["allowed", "denied", "shadow_denied", "error"];
 pub(crate) struct Requests {
     /// Durations by outcome.
     seconds: [Histogram; 3],
-    errors: AtomicU64,
+    errors: Counters<1>,
 }
 
 impl Default for Requests {
     fn default() -> Self {
         Self {
             seconds: std::array::from_fn(|_| Histogram::of_decisions()),
-            errors: AtomicU64::new(0),
+            errors: Counters::default(),
         }
     }
 }
@@ -49,13 +48,13 @@ impl Requests {
 
     /// Counts a request that could not be decided.
     pub(crate) fn count_error(&self) {
-        self.errors.fetch_add(1, Ordering::Relaxed);
+        self.errors.add(0, 1);
     }
 
     /// Returns the number of requests by outcome: allowed, denied, denied in shadow mode, errors.
     pub(crate) fn totals(&self) -> [u64; 4] {
         let [allowed, denied, shadow_denied] = self.seconds.each_ref().map(Histogram::total);
-        [allowed, denied, shadow_denied, self.errors.load(Ordering::Relaxed)]
+        [allowed, denied, shadow_denied, self.errors.total(0)]
     }
 
     /// Returns the number of requests by duration.

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::reply::Writer;
+use crate::metrics::Counters;
 
 /// Command that is supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -347,9 +348,12 @@ pub(super) fn write_docs<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item 
 #[derive(Debug, Default)]
 pub(crate) struct RespCounters {
     connections: AtomicU64,
-    commands: [AtomicU64; COMMANDS.len()],
-    errors: AtomicU64,
+    /// Calls of each command, and error replies.
+    counters: Counters<{ COMMANDS.len() + 1 }>,
 }
+
+/// Index of the error replies.
+const ERRORS: usize = COMMANDS.len();
 
 impl RespCounters {
     pub(super) fn open(&self) {
@@ -361,11 +365,11 @@ impl RespCounters {
     }
 
     pub(super) fn count(&self, command: Command) {
-        self.commands[command as usize].fetch_add(1, Ordering::Relaxed);
+        self.counters.add(command as usize, 1);
     }
 
     pub(super) fn count_error(&self) {
-        self.errors.fetch_add(1, Ordering::Relaxed);
+        self.counters.add(ERRORS, 1);
     }
 
     /// Returns the number of open connections.
@@ -376,12 +380,12 @@ impl RespCounters {
     /// Returns each command with the number of its calls.
     pub(crate) fn commands(&self) -> impl Iterator<Item = (String, u64)> {
         let names = COMMANDS.iter().map(|entry| entry.name.to_ascii_lowercase());
-        names.zip(self.commands.iter().map(|counter| counter.load(Ordering::Relaxed)))
+        names.zip(self.counters.totals())
     }
 
     /// Returns the number of error replies.
     pub(crate) fn errors(&self) -> u64 {
-        self.errors.load(Ordering::Relaxed)
+        self.counters.total(ERRORS)
     }
 }
 

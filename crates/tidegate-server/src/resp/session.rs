@@ -44,7 +44,7 @@ impl Drop for RespSession {
 impl Session for RespSession {
     async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>) -> Step {
         // A reload in the middle of a pipeline takes effect after it.
-        let active = self.client.state.active();
+        let active = self.client.state.active_guard();
         let (handled, step) = if self.client.state.backend.redis().is_none() {
             self.handle_in_order(&active, input.bytes(), replies).await
         } else {

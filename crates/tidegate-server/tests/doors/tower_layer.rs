@@ -3,14 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 use axum::Router;
 use axum::extract::ConnectInfo;
 use tidegate::layer::RateLimitLayer;
 use tidegate::{
     Action, ClientIp, Enforcement, Limiter, MemoryStore, Observer, Policies, Policy,
-    PolicyDecisions, PolicyLimiter, TRACE_TARGET,
+    PolicyDecisions, PolicyLimiter, TRACE_TARGET, Timestamp,
 };
 use tracing::field::{Field, Visit};
 use tracing::span;
@@ -38,7 +37,7 @@ struct Recorded {
 }
 
 impl Observer for Recorder {
-    fn decided(&self, _: Action, decisions: &PolicyDecisions<'_>, _: Instant) {
+    fn decided(&self, _: Action, decisions: &PolicyDecisions<'_>, _: Timestamp) {
         let mut recorded = self.0.lock().expect("no panic");
         for decision in decisions {
             let policy = decision.policy();

@@ -15,6 +15,7 @@ use super::query::Target;
 use super::{
     Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query, Selection,
 };
+use crate::clock::Timestamp;
 use crate::limiter::{Error, Limiter};
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store, StoreError};
@@ -73,9 +74,9 @@ const MAX_TRACED_NAMES: usize = 20;
 /// ```
 /// use std::sync::Arc;
 /// use std::sync::atomic::{AtomicU64, Ordering};
-/// use std::time::{Duration, Instant};
+/// use std::time::Duration;
 /// use tidegate::{Action, Limiter, MemoryStore, Observer, Policies, Policy};
-/// use tidegate::{PolicyDecisions, PolicyLimiter, Query, Quota};
+/// use tidegate::{PolicyDecisions, PolicyLimiter, Query, Quota, Timestamp};
 ///
 /// #[derive(Default)]
 /// struct Counters {
@@ -84,7 +85,7 @@ const MAX_TRACED_NAMES: usize = 20;
 /// }
 ///
 /// impl Observer for Counters {
-///     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, _start: Instant) {
+///     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, _start: Timestamp) {
 ///         if action == Action::Acquire {
 ///             let counter =
 ///                 if decisions.is_allowed() { &self.allowed } else { &self.denied };
@@ -110,9 +111,9 @@ const MAX_TRACED_NAMES: usize = 20;
 /// # }
 /// ```
 pub trait Observer: Send + Sync {
-    /// Called once per query that was decided, also if no limit applied. `start` is when the query arrived; the charges of a prepared query
-    /// have their own actions.
-    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
+    /// Called once per query that was decided, also if no limit applied. `start` is when the query
+    /// arrived, on the store's clock; the charges of a prepared query have their own actions.
+    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Timestamp) {
         let _ = (action, decisions, start);
     }
 
@@ -132,7 +133,7 @@ pub trait Observer: Send + Sync {
 impl Observer for () {}
 
 impl<T: Observer> Observer for Arc<T> {
-    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
+    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Timestamp) {
         T::decided(self, action, decisions, start);
     }
 
@@ -168,7 +169,7 @@ impl<S: Store> PolicyLimiter<S> {
         let mut decisions = Entries::one(charge);
         for entry in decisions.iter_mut() {
             if let Some(charge) = entry.charge.charge() {
-                let decision = at_once(self.limiter.decide(Action::Acquire, &charge))?;
+                let decision = at_once(self.limiter.acquire(&charge))?;
                 entry.set(decision);
             }
         }
@@ -210,8 +211,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &self.observer
     }
 
-    pub(super) fn deadline(&self, start: Instant) -> Option<Instant> {
-        start.checked_add(self.timeout)
+    /// Returns the deadline of a query whose first call starts now.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        Instant::now().checked_add(self.timeout)
     }
 
     /// Decides the request and, if it is allowed, takes the units of every limit.
@@ -243,7 +245,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         action: Action,
         query: Query<'a, '_>,
     ) -> Result<PolicyDecisions<'a>, Error> {
-        let start = Instant::now();
+        // Also a lower bound on the time of the charges, for refunds: the clock is read once.
+        let start = self.limiter.store().clock().now();
         let on_span = query.on_span;
         let prepared = self.prepare(action, query);
         let entries = prepared.inspect_err(|error| self.observer.failed(action, error))?;
@@ -316,14 +319,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     async fn decide_prepared<'a>(
         &'a self,
         action: Action,
-        start: Instant,
+        start: Timestamp,
         mut entries: Entries<'a>,
     ) -> Result<PolicyDecisions<'a>, Error> {
-        let asked_at = self.limiter.store().clock().now();
-        let decided = self.decide_entries(start, &mut entries).await;
+        let decided = self.decide_entries(&mut entries).await;
         decided.inspect_err(|error| self.observer.failed(action, error))?;
         entries.retain_decided();
-        let decisions = PolicyDecisions { asked_at, decisions: entries };
+        let decisions = PolicyDecisions { asked_at: start, decisions: entries };
         self.observer.decided(action, &decisions, start);
         Ok(decisions)
     }

@@ -22,7 +22,6 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// Decides every entry. Entries in shadow mode that fail stay undecided.
     pub(super) async fn decide_entries(
         &self,
-        start: Instant,
         entries: &mut [PolicyDecision<'_>],
     ) -> Result<(), Error> {
         match entries {
@@ -36,18 +35,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 Ok(())
             }
             // Boxed, because it is large and every request would carry it.
-            entries => Box::pin(self.decide_jointly(start, entries)).await,
+            entries => Box::pin(self.decide_jointly(entries)).await,
         }
     }
 
     /// Decides in this order: reports and resets; peeks that can deny the request before any units
     /// are taken; the enforced acquires, all or nothing; the others, such as refunds, one by one.
-    async fn decide_jointly(
-        &self,
-        start: Instant,
-        entries: &mut [PolicyDecision<'_>],
-    ) -> Result<(), Error> {
-        let mut deadline = Deadline { at: self.deadline(start), calls: 0 };
+    async fn decide_jointly(&self, entries: &mut [PolicyDecision<'_>]) -> Result<(), Error> {
+        let mut deadline = Deadline { at: self.deadline(), calls: 0 };
         let asked_at = self.limiter().store().clock().now();
         for action in [Action::Report, Action::Reset] {
             let belongs =
