@@ -209,7 +209,7 @@ mod tests {
         let loopback = ListenAddress::Tcp("127.0.0.1:0".parse().expect("an address"));
         let socket = Socket::bind(&loopback, 0o600).await.expect("bound");
         let ListenAddress::Tcp(address) = socket.address().expect("bound") else { unreachable!() };
-        // Nothing accepts them. What does not fit in the queue would not be connected at all.
+        // Nothing accepts them. Those beyond the queue would not be connected at all.
         let connect = |_| TcpStream::connect_timeout(&address, Duration::from_secs(20));
         let connections: io::Result<Vec<TcpStream>> = (0..allowed.min(500)).map(connect).collect();
         assert_eq!(connections.expect("all fit in the queue").len(), allowed.min(500));
