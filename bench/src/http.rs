@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
@@ -19,8 +19,8 @@ struct Candidate {
     server: Server,
     http_url: String,
     http_script: PathBuf,
-    grpc_url: String,
-    grpc_message: PathBuf,
+    /// Address and message of the call; `None` for a server of HTTP alone.
+    grpc: Option<(String, PathBuf)>,
 }
 
 /// Function that measures one turn of a candidate.
@@ -39,12 +39,19 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
         Some(binary) => candidates.push(runtime.block_on(throttlecrab(&binary, folder.path()))?),
         None => println!("skipping throttlecrab-server: not installed (make bench-tools)"),
     }
+    candidates.push(no_op_hyper(folder.path())?);
     let mut results = Results::new("http", plan);
     let protocols: [(&str, Protocol); 2] = [
         ("http", |one, plan| wrk(&one.server, &one.http_script, &one.http_url, plan.turn())),
-        ("grpc", |one, plan| h2load(&one.server, &one.grpc_message, &one.grpc_url, plan.turn())),
+        ("grpc", |one, plan| {
+            let (url, message) = one.grpc.as_ref().context("a server of HTTP alone")?;
+            h2load(&one.server, message, url, plan.turn())
+        }),
     ];
     for (protocol, load) in protocols {
+        if protocol == "grpc" {
+            candidates.retain(|candidate| candidate.grpc.is_some());
+        }
         for candidate in &candidates {
             load(candidate, Plan::Quick)?;
         }
@@ -116,8 +123,10 @@ fn tidegate(folder: &Path, http: u16, grpc: u16) -> Result<Candidate> {
         server,
         http_url: format!("http://127.0.0.1:{http}/v1/acquire"),
         http_script: post(folder.join("tidegate.lua"), r#"{"policy": "p", "key": "user123"}"#)?,
-        grpc_url: format!("http://127.0.0.1:{grpc}{ENVOY_PATH}"),
-        grpc_message: message(folder.join("tidegate.message"), &envoy_request("user123"))?,
+        grpc: Some((
+            format!("http://127.0.0.1:{grpc}{ENVOY_PATH}"),
+            message(folder.join("tidegate.message"), &envoy_request("user123"))?,
+        )),
     })
 }
 
@@ -128,8 +137,24 @@ fn no_op(folder: &Path, http: u16, grpc: u16) -> Result<Candidate> {
         server: start_no_op(http, grpc)?,
         http_url: format!("http://127.0.0.1:{http}/v1/acquire"),
         http_script: post(folder.join("no-op.lua"), r#"{"policy": "p", "key": "user123"}"#)?,
-        grpc_url: format!("http://127.0.0.1:{grpc}{ENVOY_PATH}"),
-        grpc_message: message(folder.join("no-op.message"), &envoy_request("user123"))?,
+        grpc: Some((
+            format!("http://127.0.0.1:{grpc}{ENVOY_PATH}"),
+            message(folder.join("no-op.message"), &envoy_request("user123"))?,
+        )),
+    })
+}
+
+/// Bare hyper, which has no gRPC.
+fn no_op_hyper(folder: &Path) -> Result<Candidate> {
+    let http = free_port()?;
+    let mut command = Command::new(own_binary("no_op_hyper")?);
+    let server = Server::start("hyper", command.arg(format!("127.0.0.1:{http}")), &[http])?;
+    Ok(Candidate {
+        name: "no-op hyper",
+        server,
+        http_url: format!("http://127.0.0.1:{http}/v1/acquire"),
+        http_script: post(folder.join("hyper.lua"), r#"{"policy": "p", "key": "user123"}"#)?,
+        grpc: None,
     })
 }
 
@@ -197,7 +222,9 @@ async fn throttlecrab(binary: &Path, folder: &Path) -> Result<Candidate> {
         server,
         http_url: format!("http://127.0.0.1:{http}/throttle"),
         http_script: post(folder.join("throttlecrab.lua"), &body)?,
-        grpc_url: format!("http://127.0.0.1:{grpc}{path}"),
-        grpc_message: message(folder.join("throttlecrab.message"), &request)?,
+        grpc: Some((
+            format!("http://127.0.0.1:{grpc}{path}"),
+            message(folder.join("throttlecrab.message"), &request)?,
+        )),
     })
 }

@@ -7,15 +7,15 @@ use super::goals::protocol_name;
 use super::{NOT_MEASURED, Page, SuiteResults, thousands};
 use crate::service::LATENCY_RATE;
 
-const CANDIDATES: [&str; 3] = ["tidegate", "no-op", "throttlecrab"];
+const CANDIDATES: [&str; 4] = ["tidegate", "no-op", "no-op hyper", "throttlecrab"];
 
 pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     if let Some(results) = &suites.http {
         page.heading("HTTP and gRPC on memory");
         page.paragraph(
             "`wrk` with 64 connections and `h2load` with 8 connections of 32 streams run on the \
-             same cores as the server. The no-op servers are axum and tonic with a fixed answer. \
-             The CPU time is that of the server only.",
+             same cores as the server. The no-op servers are axum and tonic with a fixed answer, \
+             and hyper alone. The CPU time is that of the server only.",
         );
         table(page, results);
         page.chart("http", &chart("Requests per second on memory (higher is better)", results));

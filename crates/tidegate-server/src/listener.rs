@@ -37,6 +37,7 @@ mod progress;
 mod service;
 mod session;
 mod socket;
+mod wakers;
 
 pub(crate) use closed::{CloseReason, ClosedConnections};
 use connection::{Connection, HEADER_TIMEOUT, Timeouts, Watcher};
@@ -51,6 +52,7 @@ use service::ConnectionService;
 pub(crate) use session::{Input, Session, Step, serve_session};
 pub(crate) use socket::Socket;
 use socket::Stream;
+use wakers::{ConnectionWaker, Wrapped};
 
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(30);
@@ -308,9 +310,11 @@ where
     let watch = |cx: &mut Context<'_>| watcher.poll(cx);
     let drained = drain::drive(served, start_drain, stop, config.max_age, &connection.age, watch);
     let mut driven = executor.drive(drained);
+    let mut waker: Option<Wrapped<ConnectionWaker>> = None;
     poll_fn(|cx| {
         connection.start_turn();
-        Pin::new(&mut driven).poll(cx)
+        let waker = &Wrapped::of(&mut waker, cx).waker;
+        Pin::new(&mut driven).poll(&mut Context::from_waker(waker))
     })
     .await;
     drop(driven);

@@ -1,7 +1,7 @@
 //! Activity of one connection. The stream and the service report it; the watcher decides by it
 //! when the connection has to close.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -33,6 +33,10 @@ pub(super) struct Timeouts {
 /// State that the parts of a connection share.
 pub(super) struct Connection {
     state: Mutex<State>,
+    is_http2: AtomicBool,
+    /// Whether the connection has to close or has frames to insert, so that most reads need no
+    /// lock.
+    needs_attention: AtomicBool,
     place: PlaceMark,
     pub(super) age: ConnectionState,
     /// Requests that were started since the last turn.
@@ -87,6 +91,8 @@ impl Connection {
         let state = State { protocol, closing: None, inserted: Inserted::default() };
         Self {
             state: Mutex::new(state),
+            is_http2: AtomicBool::new(false),
+            needs_attention: AtomicBool::new(false),
             place,
             age: ConnectionState::default(),
             started: AtomicU32::new(0),
@@ -103,6 +109,7 @@ impl Connection {
         let now = Instant::now();
         let frames = Box::new(Http2::new(now));
         self.state().protocol = Protocol::Http2 { frames, idle_since: Some(now) };
+        self.is_http2.store(true, Ordering::Relaxed);
     }
 
     /// Records bytes from the client.
@@ -119,6 +126,8 @@ impl Connection {
                 self.update_idle(frames, idle_since, *closing);
                 if is_flood {
                     closing.get_or_insert(CloseReason::ControlFrames);
+                    self.needs_attention.store(true, Ordering::Release);
+                    self.task.wake();
                 }
             }
         }
@@ -210,16 +219,18 @@ impl Connection {
 
     /// Returns whether a request may start now, or has to wait for the next turn of its connection.
     pub(super) fn takes_turn(&self) -> bool {
-        let max = match self.state().protocol {
-            Protocol::Http1 { .. } => HTTP1_REQUESTS_PER_TURN,
-            Protocol::Http2 { .. } => HTTP2_REQUESTS_PER_TURN,
-        };
-        self.started.fetch_add(1, Ordering::Relaxed) < max
+        let is_http2 = self.is_http2.load(Ordering::Relaxed);
+        let max = if is_http2 { HTTP2_REQUESTS_PER_TURN } else { HTTP1_REQUESTS_PER_TURN };
+        // Only the task of the connection starts requests.
+        let started = self.started.load(Ordering::Relaxed);
+        self.started.store(started.saturating_add(1), Ordering::Relaxed);
+        started < max
     }
 
     /// Closes the connection at its next poll.
     pub(super) fn close(&self, reason: CloseReason) {
         self.state().closing.get_or_insert(reason);
+        self.needs_attention.store(true, Ordering::Release);
         self.task.wake();
     }
 
@@ -235,6 +246,9 @@ impl Connection {
 
     /// Returns the frames that can be inserted now, and whether the connection closes after them.
     pub(super) fn take_inserted(&self) -> (Inserted, bool) {
+        if !self.needs_attention.load(Ordering::Acquire) {
+            return (Inserted::default(), false);
+        }
         let mut state = self.state();
         let State { protocol, closing, inserted } = &mut *state;
         let Protocol::Http2 { frames, .. } = protocol else {
@@ -250,6 +264,8 @@ impl Connection {
                 taken.sent.extend(frames.goaway(reason.is_abuse()));
             }
         }
+        let is_done = closing.is_none() && inserted.received.is_empty() && inserted.sent.is_empty();
+        self.needs_attention.store(!is_done, Ordering::Release);
         (taken, closing.is_some())
     }
 
@@ -285,6 +301,7 @@ impl Connection {
                     tracing::debug!(stream, "client stopped reading its response, stream reset");
                     inserted.received.extend(http2::reset(stream));
                     inserted.sent.extend(http2::reset(stream));
+                    self.needs_attention.store(true, Ordering::Release);
                 }
                 self.update_idle(frames, idle_since, *closing);
                 Check::Continue

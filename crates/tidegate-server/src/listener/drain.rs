@@ -12,6 +12,7 @@ use tokio::sync::watch;
 use tokio::time::Sleep;
 
 use super::connection::Verdict;
+use super::wakers::{CheckWaker, Wrapped};
 
 /// Connections of a listener that are still open.
 pub(super) struct OpenConnections {
@@ -90,24 +91,32 @@ pub(super) async fn drive<C: Future>(
     let mut age: Option<Pin<Box<Sleep>>> =
         max_age.map(|max| sleep(with_jitter(max.age, RandomState::new().hash_one(()))));
     let mut grace: Option<Pin<Box<Sleep>>> = None;
+    let mut waker: Option<Wrapped<CheckWaker>> = None;
     poll_fn(|cx| {
-        let verdict = watch(cx);
-        let is_stopped = !is_draining && stopped.as_mut().poll(cx).is_ready();
-        if is_stopped || (!is_draining && verdict == Verdict::Drain) {
-            is_draining = true;
-            start_drain(connection.as_mut());
-        }
-        if age.as_mut().is_some_and(|age| age.as_mut().poll(cx).is_ready()) {
-            age = None;
-            state.is_old.store(true, Ordering::Relaxed);
+        let checks = Wrapped::<CheckWaker>::of(&mut waker, cx);
+        let check_cx = &mut Context::from_waker(&checks.waker);
+        let mut verdict = Verdict::Continue;
+        let mut is_due = checks.inner.take_due();
+        if is_due {
+            verdict = watch(check_cx);
+            let is_stopped = !is_draining && stopped.as_mut().poll(check_cx).is_ready();
+            if is_stopped || (!is_draining && verdict == Verdict::Drain) {
+                is_draining = true;
+                start_drain(connection.as_mut());
+            }
+            if age.as_mut().is_some_and(|age| age.as_mut().poll(check_cx).is_ready()) {
+                age = None;
+                state.is_old.store(true, Ordering::Relaxed);
+            }
         }
         loop {
             if !is_draining && state.can_send_goaway() {
                 is_draining = true;
                 start_drain(connection.as_mut());
                 grace = max_age.and_then(|max| max.grace).map(sleep);
+                is_due = true;
             }
-            if grace.as_mut().is_some_and(|grace| grace.as_mut().poll(cx).is_ready()) {
+            if is_due && grace.as_mut().is_some_and(|one| one.as_mut().poll(check_cx).is_ready()) {
                 return Poll::Ready(());
             }
             match connection.as_mut().poll(cx) {

@@ -1,13 +1,15 @@
 //! Request bodies that may still be arriving after the response was sent.
 
 use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Wake as _, Waker};
 use std::time::Duration;
 
 use axum::body::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use tokio::runtime::Handle;
+
+use super::wakers::hold_wake;
 
 /// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
 /// report a reset stream instead of the response they received.
@@ -38,10 +40,18 @@ impl Body for LingeringBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        match &mut self.body {
-            Some(body) => Pin::new(body).poll_frame(cx),
-            None => Poll::Ready(None),
+        let Self { body: Some(body), lingers } = &mut *self else { return Poll::Ready(None) };
+        if *lingers {
+            return Pin::new(body).poll_frame(cx);
         }
+        // hyper wakes the connection for the next chunk of HTTP/1.1 also after the last one, which
+        // would be a second poll for every request with a body.
+        let (polled, held) = hold_wake(|| Pin::new(&mut *body).poll_frame(cx));
+        let is_last = polled.is_ready() && body.is_end_stream();
+        if let (Some(waker), false) = (held, is_last) {
+            waker.wake();
+        }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

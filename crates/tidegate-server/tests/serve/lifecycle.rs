@@ -295,6 +295,30 @@ fn invalid_configuration_exits_with_2_and_a_helpful_message() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("nowhere.yaml: cannot be read"));
 }
 
+/// Each port has one owner: with SO_REUSEPORT, two services would share its connections.
+#[test]
+fn a_second_service_does_not_share_a_port() {
+    let service = Service::start(POLICIES);
+    let grpc = service.grpc.as_deref().expect("an address");
+    for taken in [&service.http, grpc, &service.admin] {
+        let mut listen = ["http", "grpc", "admin"].map(|name| (name, "127.0.0.1:0"));
+        let at = [&service.http, grpc, &service.admin].iter().position(|one| *one == taken);
+        listen[at.expect("one of them")].1 = taken;
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.arg("serve");
+        for (name, address) in listen {
+            command.args([format!("--listen-{name}"), address.to_owned()]);
+        }
+        let output = command.env_clear().output().expect("the binary runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains(&format!("cannot listen on {taken}")), "{error}");
+        assert!(error.contains("in use"), "{error}");
+    }
+    let payload = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&payload).status, 200);
+}
+
 #[test]
 fn config_check_and_schema_report_errors_and_fields() {
     let folder = tempfile::tempdir().expect("a temporary directory");
