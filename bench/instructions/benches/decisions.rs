@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use gungraun::{library_benchmark, library_benchmark_group, main};
@@ -101,6 +102,26 @@ acquire_of_one_key! {
     leaky_bucket: LeakyBucket,
 }
 
+// The same decision as `token_bucket/allowed`, by the async call.
+#[library_benchmark]
+#[bench::allowed(
+    args = (Algorithm::TokenBucket, 500),
+    setup = existing,
+    config = limit("acquire_async/allowed")
+)]
+fn acquire_async(existing: Existing) -> (Existing, Decision) {
+    let decision = poll_acquire(black_box(&existing.0), black_box(&existing.1));
+    (existing, decision)
+}
+
+fn poll_acquire(limiter: &Limiter, quota: &Quota) -> Decision {
+    let charge = Charge::new(KEY, quota);
+    match pin!(limiter.acquire(&charge)).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(decision) => decision.expect("a decision"),
+        Poll::Pending => panic!("memory decides at once"),
+    }
+}
+
 type Three = (Limiter, [Quota; 3]);
 
 fn three(left: u64) -> Three {
@@ -185,6 +206,7 @@ library_benchmark_group!(
         fixed_window,
         token_bucket,
         leaky_bucket,
+        acquire_async,
         acquire_all_of_three,
         select_policies,
         render_headers
