@@ -133,7 +133,7 @@ impl Store for Backend {
 
     fn decides_at_once(&self) -> bool {
         match self {
-            Self::Memory(memory) => memory.decides_at_once(),
+            Self::Memory(memory) => memory.store.decides_at_once(),
             Self::Redis(_) => false,
         }
     }
@@ -252,10 +252,6 @@ impl<S: Store> Store for InstrumentedStore<S> {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         self.instrumented(action, charges.len(), pin!(self.store.decide_all(action, charges))).await
-    }
-
-    fn decides_at_once(&self) -> bool {
-        self.store.decides_at_once()
     }
 
     fn clock(&self) -> &dyn Clock {

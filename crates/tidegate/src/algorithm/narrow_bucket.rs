@@ -192,7 +192,8 @@ mod tests {
             match narrow.spend(level, cost) {
                 Ok(level) => {
                     prop_assert!(cost <= remaining);
-                    prop_assert_eq!(narrow.drain_time(level), bucket.reset_after(&quota, now, cost));
+                    let reset_after = bucket.reset_after(&quota, now, cost);
+                    prop_assert_eq!(narrow.drain_time(level), reset_after);
                     bucket.spend(&quota, now, cost);
                     prop_assert_eq!(narrow.split(level), (bucket.level, bucket.part));
                     prop_assert_eq!(narrow.remaining(level), bucket.remaining(&quota));
