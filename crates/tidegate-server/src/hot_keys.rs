@@ -253,7 +253,7 @@ impl Sketch {
         const CHUNK: usize = 8;
         for (number, chunk) in self.tags.chunks(CHUNK).enumerate() {
             // Compares all, which needs fewer instructions than to stop at the first.
-            if !chunk.iter().fold(false, |found, known| found | (*known == tag)) {
+            if chunk.iter().fold(0, |found, known| found | u32::from(*known == tag)) == 0 {
                 continue;
             }
             for (index, known) in (number * CHUNK..).zip(chunk) {

@@ -178,7 +178,7 @@ fn packages_of_the_crates_contain_all_that_they_compile() {
 /// Returns a path without `..`, as far as it is inside of the crate.
 fn normalized(path: &Path) -> PathBuf {
     let mut all = PathBuf::new();
-    for part in path.iter() {
+    for part in path {
         if part == ".." {
             all.pop();
         } else {

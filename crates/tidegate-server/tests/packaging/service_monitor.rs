@@ -14,7 +14,7 @@ const { ServiceMonitor } = await import(models);
 new ServiceMonitor(JSON.parse(process.argv.at(-1))).validate();
 "#;
 
-/// Fields of a ServiceMonitor that are in use here. `[]` is any entry of a list, and `*` any label.
+/// Fields of a `ServiceMonitor` in use here. `[]` is any entry of a list, and `*` any label.
 const FIELDS: [&str; 12] = [
     "apiVersion",
     "kind",
@@ -45,7 +45,7 @@ fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
     }
 }
 
-/// Returns what is wrong with a ServiceMonitor, if anything.
+/// Returns what is wrong with a `ServiceMonitor`, if anything.
 fn wrong(monitor: &Value) -> Option<String> {
     let mut found = Vec::new();
     leaves(monitor, "", &mut found);
@@ -63,7 +63,7 @@ fn wrong(monitor: &Value) -> Option<String> {
     (!output.status.success()).then_some(message)
 }
 
-/// Checks a ServiceMonitor: its schema, and that it selects the service and one of its ports.
+/// Checks a `ServiceMonitor`: its schema, and that it selects the service and one of its ports.
 pub(crate) fn check_service_monitor(monitor: &Value, service: &Value) {
     assert_eq!(wrong(monitor), None, "{monitor}");
     for (name, value) in monitor["spec"]["selector"]["matchLabels"].as_object().expect("labels") {

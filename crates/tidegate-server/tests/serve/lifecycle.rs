@@ -295,7 +295,7 @@ fn invalid_configuration_exits_with_2_and_a_helpful_message() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("nowhere.yaml: cannot be read"));
 }
 
-/// Each port has one owner: with SO_REUSEPORT, two services would share its connections.
+/// Each port has one owner: with `SO_REUSEPORT`, two services would share its connections.
 #[test]
 fn a_second_service_does_not_share_a_port() {
     let service = Service::start(POLICIES);

@@ -127,7 +127,6 @@ impl Reciprocal {
     /// the product is too large by less than 2^63. Every product is at least that far below the
     /// next multiple of 2^(64 + shift), so the quotient is exact.
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "the high half of a product")]
     fn divide(self, number: u64) -> u64 {
         let product = u128::from(2 * number) * u128::from(self.inverse);
         (product >> 64) as u64 >> (self.shift % 64)

@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn other_bodies_are_left_to_serde() {
         for body in [
-            r#"{}"#,
+            "{}",
             r#"{"policy": "p", "key": "k", "cost": 1}"#,
             r#"{"policy": "p", "policy": "p"}"#,
             r#"{"policy": null, "key": "k"}"#,
