@@ -71,8 +71,8 @@ impl MemoryStore {
     }
 }
 
-/// Returns the state of the charge's bucket and its level now. Returns `None` if there is none, or
-/// if its numbers are not those of the charge's quota.
+/// Returns the state of the charge's bucket and its level now. Returns `None` for a new key, and if
+/// the numbers are not those of the charge's quota.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "its result would be passed in memory")]
 fn find_bucket<'a>(
