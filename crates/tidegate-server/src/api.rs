@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
-use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body::Body as HttpBody;
 use http_body_util::Full;
 use hyper::service::{Service, service_fn};
@@ -155,7 +155,7 @@ async fn route(connection: Connection<'_>, request: Request) -> Result<ApiRespon
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json_response(StatusCode::OK, HeaderMap::new(), OPENAPI.clone()));
+            return Ok(json_response(StatusCode::OK, json_headers(), OPENAPI.clone()));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
@@ -170,12 +170,16 @@ async fn route(connection: Connection<'_>, request: Request) -> Result<ApiRespon
 /// Description of the API. It is large, so all responses share it.
 static OPENAPI: LazyLock<Bytes> = LazyLock::new(|| openapi::document().into());
 
-fn json_response(
-    status: StatusCode,
-    mut headers: HeaderMap,
-    body: impl Into<Bytes>,
-) -> ApiResponse {
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+
+fn json_headers() -> HeaderMap {
+    let mut headers = HeaderMap::with_capacity(8);
+    headers.insert(header::CONTENT_TYPE, JSON);
+    headers
+}
+
+/// Returns a response with these headers, which have the content type of JSON.
+fn json_response(status: StatusCode, headers: HeaderMap, body: impl Into<Bytes>) -> ApiResponse {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
@@ -340,9 +344,11 @@ async fn decide(
     let decisions = active.decide(&head.headers, action, query).await?;
     let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    // The capacity includes the headers that hyper adds.
-    let mut headers = HeaderMap::with_capacity(12);
-    add_rate_limit_headers(&mut headers, &decisions, &active, denied);
+    let headers = usual_headers(&decisions, &active).unwrap_or_else(|| {
+        let mut headers = json_headers();
+        add_rate_limit_headers(&mut headers, &decisions, &active, denied);
+        headers
+    });
     let body = if explains {
         json::explained_body(&decisions, |policy, key| active.shown_key(policy, key.to_owned()))
     } else {
@@ -384,6 +390,37 @@ pub(crate) fn add_rate_limit_headers(
             headers.insert(name, value);
         }
     });
+}
+
+/// Headers of nearly every response in their order, without the values of the rate limit headers.
+static USUAL_HEADERS: LazyLock<HeaderMap> = LazyLock::new(|| {
+    let names = [
+        "ratelimit-policy",
+        "ratelimit",
+        "x-ratelimit-limit",
+        "x-ratelimit-remaining",
+        "x-ratelimit-reset",
+    ];
+    let names = names.map(HeaderName::from_static).into_iter();
+    let empty = names.map(|name| (name, HeaderValue::from_static("")));
+    empty.chain([(header::CONTENT_TYPE, JSON)]).collect()
+});
+
+/// Returns the headers of a response, if they are the usual ones. A copy of a map with the same
+/// names saves their hashes.
+fn usual_headers(decisions: &PolicyDecisions<'_>, active: &ActiveConfig) -> Option<HeaderMap> {
+    if active.partition_keys || !active.x_ratelimit_headers {
+        return None;
+    }
+    let mut headers = USUAL_HEADERS.clone();
+    let mut places = headers.iter_mut();
+    let mut is_usual = true;
+    for_each_header_value(decisions.header_states(), true, |name, value| match places.next() {
+        Some((expected, place)) if *expected == name => *place = value,
+        _ => is_usual = false,
+    });
+    let is_whole = places.next().is_some_and(|(name, _)| *name == header::CONTENT_TYPE);
+    (is_usual && is_whole).then_some(headers)
 }
 
 /// Returns the partition key of a decision: the first half of the SHA-256 of its key.

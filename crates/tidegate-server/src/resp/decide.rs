@@ -29,7 +29,7 @@ pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Repl
                 .with_metric_name(OWN_QUOTA)
                 .with_action(*action)
                 .with_cost(quantity.unwrap_or(0));
-            Query::prepared(vec![charge])
+            Query::charge(charge)
         }
     };
     let charged_at = request.age_ms.map_or(Timestamp::ZERO, |age| {
