@@ -59,10 +59,19 @@ impl Monitor {
         Self { lines }
     }
 
-    /// Returns the writes of scripts after this moment, except for heartbeats and invalidations.
+    /// Returns the writes of scripts that started after this moment, except for heartbeats and
+    /// invalidations. SIGSTOP may interrupt a script, which then continues with SIGCONT.
     pub(crate) fn written_after(&self, moment: Instant) -> Vec<String> {
         let lines = self.lines.lock().expect("no panic");
-        let after = lines.iter().filter(|(at, _)| *at >= moment).map(|(_, line)| line);
+        // The call of a script comes before its commands.
+        let mut started = None;
+        let after = lines.iter().filter(|(at, line)| {
+            if is_call(line) {
+                started = Some(*at);
+            }
+            started.unwrap_or(*at) >= moment
+        });
+        let after = after.map(|(_, line)| line);
         let counts = after
             .filter(|line| line.contains(" lua] ") && !OTHERS.iter().any(|key| line.contains(key)));
         counts.filter(|line| !READS.contains(&command(line).as_str())).cloned().collect()
@@ -71,7 +80,6 @@ impl Monitor {
     /// Returns the times of all script calls.
     fn calls(&self) -> Vec<Instant> {
         let lines = self.lines.lock().expect("no panic");
-        let is_call = |line: &str| matches!(command(line).as_str(), "evalsha" | "eval" | "fcall");
         lines.iter().filter(|(_, line)| is_call(line)).map(|(at, _)| *at).collect()
     }
 
@@ -83,6 +91,10 @@ impl Monitor {
     pub(crate) fn last_call(&self) -> Option<Instant> {
         self.calls().last().copied()
     }
+}
+
+fn is_call(line: &str) -> bool {
+    matches!(command(line).as_str(), "evalsha" | "eval" | "fcall")
 }
 
 /// Returns the execution time of a line, by the clock of the server, which is this machine's.
