@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use tidegate_bench::results::root;
 
-/// A child process that is killed on drop.
+/// A child process that is ended on drop.
 pub(crate) struct Server {
     name: String,
     child: Child,
@@ -45,7 +45,14 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // The process may have exited already.
+        // On SIGTERM, nginx ends its workers too. The process may have exited already.
+        let _ = Command::new("kill").arg(self.child.id().to_string()).status();
+        for _ in 0..100 {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
