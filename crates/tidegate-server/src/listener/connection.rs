@@ -368,7 +368,7 @@ impl Watcher {
         }
     }
 
-    /// Checks the connection. To be called before each poll of it.
+    /// Checks the connection. To be called at first, and after a wake by the given context.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Verdict {
         if self.connection.poll_closing(cx).is_ready() {
             return Verdict::Close;
