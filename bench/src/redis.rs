@@ -22,7 +22,7 @@ pub(crate) mod scripts;
 
 /// An empty server without persistence.
 pub(crate) struct Redis {
-    _server: Server,
+    server: Server,
     port: u16,
 }
 
@@ -46,7 +46,12 @@ impl Redis {
             "no",
         ]);
         command.args(options);
-        Ok(Self { _server: Server::start("redis-server", &mut command, &[port])?, port })
+        Ok(Self { server: Server::start("redis-server", &mut command, &[port])?, port })
+    }
+
+    /// Returns the process, to measure it.
+    pub(crate) fn into_server(self) -> Server {
+        self.server
     }
 
     pub(crate) fn port(&self) -> u16 {

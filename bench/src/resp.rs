@@ -1,16 +1,21 @@
 //! Requests per second over the Redis protocol by `redis-benchmark`, with and without pipelines: the
-//! service with the memory store, a no-op server, Redis with a naive script, and
+//! service with the memory store, a no-op server, Redis with a naive script and with Tidegate's, and
 //! throttlecrab-server.
 
-use std::path::Path;
-use std::process::Command;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use tidegate::Quota;
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
 use crate::load::Throughput;
-use crate::process::{Server, free_port, own_binary, peer_binary, run_tool};
+use crate::process::{Server, free_port, own_binary, peer_binary, run_tool_with};
+use crate::redis::Redis;
+use crate::redis::call::CallTemplate;
 use crate::redis::naive::Structure;
 
 /// Commands that a client sends before it reads the answers.
@@ -23,11 +28,19 @@ struct Candidate {
     server: Server,
     port: u16,
     command: Vec<String>,
+    /// File with the last argument, if it is not text.
+    last_argument: Option<PathBuf>,
 }
+
+/// `redis-benchmark` writes a random number in its place.
+const RANDOM: &[u8; 12] = b"__rand_int__";
+const LIMIT: u64 = 1_000_000_000;
+const WINDOW: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(plan: Plan) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let mut candidates = vec![tidegate(folder.path())?, no_op()?, redis_script()?];
+    let mut candidates =
+        vec![tidegate(folder.path())?, no_op()?, naive_script()?, own_script(folder.path())?];
     match peer_binary("throttlecrab-server") {
         Some(binary) => candidates.push(throttlecrab(&binary)?),
         None => println!("skipping throttlecrab-server: not installed (make bench-tools)"),
@@ -71,7 +84,14 @@ impl Candidate {
             let mut command = Command::new("redis-benchmark");
             command.args(["-p", &self.port.to_string(), "-n", &format!("{requests:.0}")]);
             command.args(["-P", &pipeline.to_string(), "-c", "50", "-r", "100000", "-q"]);
-            let text = run_tool(command.args(&self.command))?;
+            let input = match &self.last_argument {
+                Some(file) => {
+                    command.arg("-x");
+                    File::open(file)?.into()
+                }
+                None => Stdio::null(),
+            };
+            let text = run_tool_with(input, command.args(&self.command))?;
             ensure!(!text.contains("rror"), "redis-benchmark got errors: {text}");
             // …: 812345.12 requests per second, p50=0.231 msec
             let (before, _) = text
@@ -90,7 +110,7 @@ fn words(words: &[&str]) -> Vec<String> {
 fn tidegate(folder: &Path) -> Result<Candidate> {
     let (http, grpc, admin, port) = (free_port()?, free_port()?, free_port()?, free_port()?);
     let config = folder.join("tidegate.yaml");
-    std::fs::write(
+    fs::write(
         &config,
         format!(
             "listen: {{http: '127.0.0.1:{http}', grpc: '127.0.0.1:{grpc}', \
@@ -102,7 +122,7 @@ fn tidegate(folder: &Path) -> Result<Candidate> {
     let server =
         Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[port])?;
     let command = words(&["TG.ACQUIRE", "p", "user:__rand_int__"]);
-    Ok(Candidate { name: "tidegate", server, port, command })
+    Ok(Candidate { name: "tidegate", server, port, command, last_argument: None })
 }
 
 /// The no-op server gets the same commands as Tidegate.
@@ -111,20 +131,32 @@ fn no_op() -> Result<Candidate> {
     let mut command = Command::new(own_binary("no_op_resp")?);
     let server = Server::start("no-op", command.arg(format!("127.0.0.1:{port}")), &[port])?;
     let command = words(&["TG.ACQUIRE", "p", "user:__rand_int__"]);
-    Ok(Candidate { name: "no-op", server, port, command })
+    Ok(Candidate { name: "no-op", server, port, command, last_argument: None })
 }
 
-fn redis_script() -> Result<Candidate> {
-    let port = free_port()?;
-    let mut command = Command::new("redis-server");
-    command.args(["--port", &port.to_string(), "--bind", "127.0.0.1"]);
-    command.args(["--save", "", "--appendonly", "no"]);
-    let server = Server::start("redis-server", &mut command, &[port])?;
-    let client = ::redis::Client::open(format!("redis://127.0.0.1:{port}"))?;
-    let hash = Structure::TokenBucket.load_naive_script(&mut client.get_connection()?)?;
-    let key = Structure::TokenBucket.naive_key("user:__rand_int__");
-    let command = words(&["EVALSHA", &hash, "1", &key, "1000000000", "1000000"]);
-    Ok(Candidate { name: "Redis script", server, port, command })
+fn naive_script() -> Result<Candidate> {
+    let redis = Redis::start()?;
+    let set = "user";
+    let call = CallTemplate::naive(&redis, Structure::TokenBucket, set, LIMIT, WINDOW)?;
+    let words = call.words_with(RANDOM).into_iter().map(String::from_utf8);
+    let command = words.collect::<Result<Vec<_>, _>>()?;
+    let (port, server) = (redis.port(), redis.into_server());
+    Ok(Candidate { name: "Redis, naive script", server, port, command, last_argument: None })
+}
+
+/// Tidegate's own script, called as the library calls it. Its last argument is not text.
+fn own_script(folder: &Path) -> Result<Candidate> {
+    let redis = Redis::start()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let quota = Quota::token_bucket(LIMIT, WINDOW)?;
+    let call = CallTemplate::record(&redis, &runtime, &quota, "user", 1)?;
+    let mut words = call.words_with(RANDOM);
+    let last_argument = folder.join("last-argument");
+    fs::write(&last_argument, words.pop().context("a call without arguments")?)?;
+    let command = words.into_iter().map(String::from_utf8).collect::<Result<Vec<_>, _>>()?;
+    let (port, server) = (redis.port(), redis.into_server());
+    let last_argument = Some(last_argument);
+    Ok(Candidate { name: "Redis, own script", server, port, command, last_argument })
 }
 
 fn throttlecrab(binary: &Path) -> Result<Candidate> {
@@ -134,5 +166,5 @@ fn throttlecrab(binary: &Path) -> Result<Candidate> {
     command.args(["--log-level", "error"]);
     let server = Server::start("throttlecrab-server", &mut command, &[port])?;
     let command = words(&["THROTTLE", "user:__rand_int__", "1000000000", "1000000000", "1"]);
-    Ok(Candidate { name: "throttlecrab", server, port, command })
+    Ok(Candidate { name: "throttlecrab", server, port, command, last_argument: None })
 }

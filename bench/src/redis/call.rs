@@ -111,6 +111,16 @@ impl CallTemplate {
         largest.context("no call was recorded")
     }
 
+    /// Returns the words of a call with one key, in which a placeholder of twelve characters is in
+    /// place of the user's number.
+    pub(crate) fn words_with(&self, placeholder: &[u8; DIGITS]) -> Vec<Vec<u8>> {
+        let mut words = self.words.clone();
+        for (key, &number) in words[FIRST_KEY..].iter_mut().zip(&self.in_key) {
+            key[number..number + DIGITS].copy_from_slice(placeholder);
+        }
+        words
+    }
+
     /// Returns the number of decisions of a call.
     pub(crate) fn decisions(&self) -> usize {
         self.in_key.len()

@@ -5,7 +5,8 @@ use super::network::rate_table;
 use super::{Page, SuiteResults};
 use crate::resp::PIPELINES;
 
-const CANDIDATES: [&str; 4] = ["tidegate", "no-op", "Redis script", "throttlecrab"];
+const CANDIDATES: [&str; 5] =
+    ["tidegate", "no-op", "Redis, naive script", "Redis, own script", "throttlecrab"];
 
 pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     let Some(results) = &suites.resp else { return };
@@ -14,8 +15,9 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
         "`redis-benchmark` with 50 connections and random keys of a hundred thousand runs on the \
          same cores as the server; `-P` is the number of commands that a client sends before it \
          reads the answers. The no-op server parses the commands and answers each with a fixed \
-         decision, in one write per read. Redis runs the naive script of a token bucket, by \
-         `EVALSHA`. The CPU time is that of the server only.",
+         decision, in one write per read. Redis runs a token bucket by `EVALSHA`: the naive script, \
+         and Tidegate's own, which is called as the library calls it for one decision. The CPU \
+         time is that of the server only.",
     );
     let cases = PIPELINES.map(|number| (format!("pipeline/{number}"), format!("`-P {number}`")));
     rate_table(page, results, &cases, &CANDIDATES);

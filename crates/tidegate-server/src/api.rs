@@ -341,20 +341,30 @@ async fn decide(
         charged_at.max(Timestamp::from_micros(1))
     });
     let query = query.with_cost(body.cost).with_charged_at(charged_at);
-    let decisions = active.decide(&head.headers, action, query).await?;
+    let answer =
+        |decisions: &PolicyDecisions<'_>| decision_response(&active, action, explains, decisions);
+    Ok(active.decide(&head.headers, action, query, answer).await?)
+}
+
+fn decision_response(
+    active: &ActiveConfig,
+    action: Action,
+    explains: bool,
+    decisions: &PolicyDecisions<'_>,
+) -> ApiResponse {
     let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    let headers = usual_headers(&decisions, &active).unwrap_or_else(|| {
+    let headers = usual_headers(decisions, active).unwrap_or_else(|| {
         let mut headers = json_headers();
-        add_rate_limit_headers(&mut headers, &decisions, &active, denied);
+        add_rate_limit_headers(&mut headers, decisions, active, denied);
         headers
     });
     let body = if explains {
-        json::explained_body(&decisions, |policy, key| active.shown_key(policy, key.to_owned()))
+        json::explained_body(decisions, |policy, key| active.shown_key(policy, key.to_owned()))
     } else {
-        json::decisions_body(&decisions)
+        json::decisions_body(decisions)
     };
-    Ok(json_response(status, headers, body))
+    json_response(status, headers, body)
 }
 
 /// Returns whether a query string has `explain`, as a flag or as `explain=true`. Other parameters

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
-    Action, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore, OnStoreFailure,
-    RedisStore, SharedStore, Source, Store, StoreError,
+    Action, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, MemoryStore,
+    OnStoreFailure, RedisStore, SharedStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
+use tracing::level_filters::LevelFilter;
 
 use crate::config::{RedisConfig, StoreConfig};
 use crate::logs::TRACE;
@@ -128,6 +129,24 @@ impl Store for Backend {
         match self {
             Self::Memory(_) => Err(error),
             Self::Redis(redis) => redis.fallback.fall_back(action, charges, error),
+        }
+    }
+
+    fn decide_at_once(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Option<Result<Decision, Error>> {
+        match self {
+            // Traces need the span of the call.
+            Self::Memory(memory) if LevelFilter::current() < LevelFilter::DEBUG => {
+                let decided = memory.store.decide_at_once(action, charge)?;
+                Some(decided.or_else(|error| match error {
+                    Error::Store(error) => Ok(when_full(action, charge, memory.counted(error))?),
+                    error => Err(error),
+                }))
+            }
+            _ => None,
         }
     }
 

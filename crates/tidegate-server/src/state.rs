@@ -163,15 +163,21 @@ impl ActiveConfig {
         self.limiter.limiter().store().clock().now()
     }
 
-    /// Decides a query whose request has these headers, which may continue a trace.
-    pub(crate) async fn decide<'a>(
+    /// Decides a query whose request has these headers, which may continue a trace. Returns what
+    /// `answer` makes of the decisions.
+    pub(crate) async fn decide<'a, T>(
         &'a self,
         headers: &HeaderMap,
         action: Action,
         query: Query<'a, '_>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+        answer: impl FnOnce(&PolicyDecisions<'a>) -> T,
+    ) -> Result<T, Error> {
         let on_span = |span: &tracing::Span| logs::continue_trace(span, headers);
-        self.limiter.decide(action, query.on_span(&on_span)).await
+        let query = query.on_span(&on_span);
+        if self.limiter.limiter().store().decides_at_once() {
+            return self.limiter.decide_at_once(action, query, answer);
+        }
+        Ok(answer(&self.limiter.decide(action, query).await?))
     }
 
     /// Returns a key as operators see it.

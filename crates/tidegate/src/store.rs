@@ -103,6 +103,18 @@ pub trait Store: Send + Sync + 'static {
     /// units sleeps by it.
     fn clock(&self) -> &dyn Clock;
 
+    /// Validates and decides a charge without a future, as in memory. Returns `None` if this store
+    /// needs one.
+    #[doc(hidden)]
+    fn decide_at_once(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Option<Result<Decision, Error>> {
+        let _ = (action, charge);
+        None
+    }
+
     /// Returns whether every decision is ready when its future is polled for the first time, as in
     /// memory. The Tower layer decides such requests without a future of its own.
     #[doc(hidden)]
@@ -144,6 +156,14 @@ impl<S: Store> Store for Arc<S> {
 
     fn clock(&self) -> &dyn Clock {
         S::clock(self)
+    }
+
+    fn decide_at_once(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Option<Result<Decision, Error>> {
+        S::decide_at_once(self, action, charge)
     }
 
     fn decides_at_once(&self) -> bool {

@@ -114,16 +114,18 @@ pub(crate) async fn forward_auth(
             DecisionQuery::attributes(&request)
         }
     };
-    let decisions = active.decide(&head.headers, Action::Acquire, query).await?;
-    let denied = !decisions.is_allowed();
-    let mut response = if denied {
-        let status = parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into);
-        Problem::denied(status, denial_reason(&decisions), &decisions).into_http()
-    } else {
-        Response::new(Full::default())
+    let answer = |decisions: &PolicyDecisions<'_>| {
+        let denied = !decisions.is_allowed();
+        let mut response = if denied {
+            let status = parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into);
+            Problem::denied(status, denial_reason(decisions), decisions).into_http()
+        } else {
+            Response::new(Full::default())
+        };
+        add_rate_limit_headers(response.headers_mut(), decisions, &active, denied);
+        response
     };
-    add_rate_limit_headers(response.headers_mut(), &decisions, &active, denied);
-    Ok(response)
+    Ok(active.decide(&head.headers, Action::Acquire, query, answer).await?)
 }
 
 impl From<DenyStatus> for StatusCode {

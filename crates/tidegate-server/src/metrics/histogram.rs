@@ -77,9 +77,12 @@ impl Histogram {
 
     pub(crate) fn observe(&self, duration: Duration) {
         let micros = duration::micros_rounded_up(duration);
-        let bucket = self.bounds.partition_point(|(bound, _)| *bound < micros);
-        self.counters.add(bucket, 1);
-        self.counters.add(NANOS, duration::nanos(duration));
+        let bucket = match self.bounds {
+            // Nearly every decision in memory.
+            [(lowest, _), ..] if micros <= *lowest => 0,
+            bounds => bounds.partition_point(|(bound, _)| *bound < micros),
+        };
+        self.counters.add_both((bucket, 1), (NANOS, duration::nanos(duration)));
     }
 
     /// Returns the number of durations in each bucket; the last one has no upper bound.

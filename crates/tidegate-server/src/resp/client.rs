@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::command::{self, Command, RespCounters, shown};
-use super::decide::decide;
 use super::frame::{Arguments, FrameError};
 use super::reply::{Protocol, Reply, Writer};
 use super::request::{self, QuotaCache, Request};
@@ -60,8 +59,8 @@ impl Client {
         }
     }
 
-    /// Handles one command, and returns whether to close the connection.
-    pub(super) async fn handle(
+    /// Handles a command that decides nothing, and returns whether to close the connection.
+    pub(super) fn handle(
         &mut self,
         active: &ActiveConfig,
         arguments: Arguments<'_, '_>,
@@ -72,14 +71,6 @@ impl Client {
             self.write(&Reply::Error(command::unknown(name)), replies);
             return Step::Read;
         };
-        if let Some(request) = self.request(active, command, arguments) {
-            let reply = match request {
-                Ok(request) => decide(active, &request).await,
-                Err(error) => Reply::Error(error),
-            };
-            self.write(&reply, replies);
-            return Step::Read;
-        }
         self.counters().count(command);
         let mut writer = Writer { bytes: replies, protocol: self.protocol };
         match self.answer(active, command, arguments, &mut writer) {
@@ -95,9 +86,9 @@ impl Client {
     pub(super) fn request<'a>(
         &mut self,
         active: &ActiveConfig,
-        command: Command,
         arguments: Arguments<'a, '_>,
     ) -> Option<Result<Request<'a>, String>> {
+        let command = Command::find(arguments.get(0)?)?;
         let action = request::action(command)?;
         self.counters().count(command);
         if let Err(error) = self.check_access(active, command) {

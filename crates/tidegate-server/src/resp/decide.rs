@@ -15,8 +15,24 @@ use crate::state::ActiveConfig;
 /// keeps its count when they change.
 const THROTTLE_POLICY: &str = "cl.throttle";
 
+/// Decides a request on memory.
+pub(super) fn decide_at_once(active: &ActiveConfig, request: &Request<'_>) -> Reply {
+    let query = query(active, request);
+    let decided = active
+        .limiter
+        .decide_at_once(request.action, query, |decisions| decision_reply(request, decisions));
+    decided.unwrap_or_else(|error| error_reply(&error))
+}
+
 /// Decides a request.
 pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Reply {
+    match active.limiter.decide(request.action, query(active, request)).await {
+        Ok(decisions) => decision_reply(request, &decisions),
+        Err(error) => error_reply(&error),
+    }
+}
+
+fn query<'a>(active: &ActiveConfig, request: &'a Request<'_>) -> Query<'a, 'a> {
     let Request { action, key, cost, .. } = request;
     let query = match &request.target {
         Target::Policy(policy) => Query::policy(policy, key).with_cost(*cost),
@@ -36,25 +52,28 @@ pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Repl
         let charged_at = active.now().saturating_sub(Duration::from_millis(age));
         charged_at.max(Timestamp::from_micros(1))
     });
-    let decided = active.limiter.decide(*action, query.with_charged_at(charged_at)).await;
-    match (decided, &request.target) {
-        (Ok(decisions), Target::Throttle(dialect, quota)) => {
-            Reply::Numbers(throttle_reply(*dialect, quota, *cost, &decisions))
+    query.with_charged_at(charged_at)
+}
+
+fn decision_reply(request: &Request<'_>, decisions: &PolicyDecisions<'_>) -> Reply {
+    match &request.target {
+        Target::Throttle(dialect, quota) => {
+            Reply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))
         }
-        (Ok(decisions), _) => Reply::Decision(DecisionReply::new(&decisions)),
-        (Err(error), _) => Reply::Error(error_reply(&error)),
+        _ => Reply::Decision(DecisionReply::new(decisions)),
     }
 }
 
-fn error_reply(error: &Error) -> String {
-    match error {
+#[cold]
+fn error_reply(error: &Error) -> Reply {
+    Reply::Error(match error {
         Error::Store(store) => {
             // The reason is only logged: it may have the addresses of servers.
             logs::store_failed(store);
             "ERR the store is unavailable: try again later".to_owned()
         }
         error => format!("ERR {error}"),
-    }
+    })
 }
 
 /// Returns the reply of a project's command. Seconds are rounded up, so a denial has at least one;

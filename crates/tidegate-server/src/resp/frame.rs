@@ -252,7 +252,20 @@ enum Number {
 }
 
 /// Parses a number and CRLF. Returns it with the position after it, or `None` if bytes are missing.
+#[inline]
 fn number(input: &[u8], start: usize) -> Result<Option<(Number, usize)>, ()> {
+    let digit = |byte: u8| usize::from(byte - b'0');
+    match input.get(start..).unwrap_or_default() {
+        // Nearly every number.
+        [one @ b'0'..=b'9', b'\r', b'\n', ..] => Ok(Some((Number::Size(digit(*one)), start + 3))),
+        [ten @ b'0'..=b'9', one @ b'0'..=b'9', b'\r', b'\n', ..] => {
+            Ok(Some((Number::Size(10 * digit(*ten) + digit(*one)), start + 4)))
+        }
+        _ => any_number(input, start),
+    }
+}
+
+fn any_number(input: &[u8], start: usize) -> Result<Option<(Number, usize)>, ()> {
     let rest = input.get(start..).unwrap_or_default();
     let mut size = 0;
     for (index, byte) in rest.iter().enumerate().take(MAX_DIGITS + 1) {

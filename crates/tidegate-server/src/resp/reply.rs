@@ -85,27 +85,42 @@ impl Writer<'_> {
     }
 
     fn decision(&mut self, decision: &DecisionReply) {
-        let fields = [
-            (&b"$7\r\nallowed\r\n:"[..], u64::from(decision.allowed)),
-            (b"$5\r\nlimit\r\n:", decision.limit),
-            (b"$9\r\nremaining\r\n:", decision.remaining),
-            (b"$14\r\nretry_after_ms\r\n:", decision.retry_after_ms),
-            (b"$14\r\nreset_after_ms\r\n:", decision.reset_after_ms),
-            (b"$8\r\ndelay_ms\r\n:", decision.delay_ms),
-        ];
-        // Room for all fields, so that they are not checked for it one by one.
+        let DecisionReply { allowed, limit, remaining, .. } = *decision;
+        let DecisionReply { retry_after_ms, reset_after_ms, delay_ms, .. } = *decision;
         self.bytes.reserve(MAX_DECISION_BYTES);
-        let is_map = self.protocol == Protocol::Resp3;
-        self.bytes.extend_from_slice(if is_map { b"%6\r\n" } else { b"*6\r\n" });
-        let mut digits = itoa::Buffer::new();
-        for (name, number) in fields {
-            self.bytes.extend_from_slice(if is_map { name } else { b":" });
-            match number {
-                0 => self.bytes.push(b'0'),
-                1 => self.bytes.push(b'1'),
-                number => self.bytes.extend_from_slice(digits.format(number).as_bytes()),
+        // Each name has a length that the compiler knows, so writing it needs no call.
+        match self.protocol {
+            Protocol::Resp2 => {
+                self.bytes.extend_from_slice(b"*6\r\n:");
+                self.digits(u64::from(allowed));
+                for number in [limit, remaining, retry_after_ms, reset_after_ms, delay_ms] {
+                    self.bytes.extend_from_slice(b"\r\n:");
+                    self.digits(number);
+                }
             }
-            self.bytes.extend_from_slice(b"\r\n");
+            Protocol::Resp3 => {
+                self.bytes.extend_from_slice(b"%6\r\n$7\r\nallowed\r\n:");
+                self.digits(u64::from(allowed));
+                self.bytes.extend_from_slice(b"\r\n$5\r\nlimit\r\n:");
+                self.digits(limit);
+                self.bytes.extend_from_slice(b"\r\n$9\r\nremaining\r\n:");
+                self.digits(remaining);
+                self.bytes.extend_from_slice(b"\r\n$14\r\nretry_after_ms\r\n:");
+                self.digits(retry_after_ms);
+                self.bytes.extend_from_slice(b"\r\n$14\r\nreset_after_ms\r\n:");
+                self.digits(reset_after_ms);
+                self.bytes.extend_from_slice(b"\r\n$8\r\ndelay_ms\r\n:");
+                self.digits(delay_ms);
+            }
+        }
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    #[inline]
+    fn digits(&mut self, number: u64) {
+        match u8::try_from(number) {
+            Ok(digit @ 0..=9) => self.bytes.push(b'0' + digit),
+            _ => self.bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes()),
         }
     }
 

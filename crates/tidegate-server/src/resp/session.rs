@@ -9,8 +9,7 @@ use futures_util::stream::FuturesOrdered;
 use tidegate::Action;
 
 use super::client::Client;
-use super::command::Command;
-use super::decide::decide;
+use super::decide::{decide, decide_at_once};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
 use super::request::Request;
@@ -46,7 +45,7 @@ impl Session for RespSession {
         // A reload in the middle of a pipeline takes effect after it.
         let active = self.client.state.active_guard();
         let (handled, step) = if self.client.state.backend.redis().is_none() {
-            self.handle_in_order(&active, input.bytes(), replies).await
+            self.handle_in_order(&active, input.bytes(), replies)
         } else {
             Box::pin(self.handle_jointly(&active, input.bytes(), replies)).await
         };
@@ -58,7 +57,7 @@ impl Session for RespSession {
 impl RespSession {
     /// Decides one command after the other: memory answers at once. Returns the number of bytes
     /// that were handled.
-    async fn handle_in_order(
+    fn handle_in_order(
         &mut self,
         active: &ActiveConfig,
         input: &[u8],
@@ -79,8 +78,14 @@ impl RespSession {
             handled += length;
             let arguments =
                 if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
-            if client.handle(active, arguments, replies).await == Step::Close {
-                return (handled, Step::Close);
+            match client.request(active, arguments) {
+                Some(Ok(request)) => client.write(&decide_at_once(active, &request), replies),
+                Some(Err(error)) => client.write(&Reply::Error(error), replies),
+                None => {
+                    if client.handle(active, arguments, replies) == Step::Close {
+                        return (handled, Step::Close);
+                    }
+                }
             }
         }
         (handled, Step::Flush)
@@ -111,11 +116,24 @@ impl RespSession {
                 }
             };
             handled += length;
-            // The next inline command replaces the arguments of this one.
+            if is_inline {
+                // The next inline command replaces the arguments of this one.
+                group.finish(client, replies).await;
+                let arguments = parser.inline_arguments();
+                match client.request(active, arguments) {
+                    Some(request) => {
+                        let reply = decide_or_reject(active, request).await;
+                        client.write(&reply, replies);
+                    }
+                    None if client.handle(active, arguments, replies) == Step::Close => {
+                        return (handled, Step::Close);
+                    }
+                    None => {}
+                }
+                continue;
+            }
             let arguments = parser.arguments(rest);
-            let command = arguments.get(0).filter(|_| !is_inline).and_then(Command::find);
-            let request = command.and_then(|command| client.request(active, command, arguments));
-            if let Some(request) = request {
+            if let Some(request) = client.request(active, arguments) {
                 if !group.admits(&request) {
                     group.finish(client, replies).await;
                 }
@@ -124,9 +142,7 @@ impl RespSession {
                 continue;
             }
             group.finish(client, replies).await;
-            let arguments =
-                if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
-            if client.handle(active, arguments, replies).await == Step::Close {
+            if client.handle(active, arguments, replies) == Step::Close {
                 return (handled, Step::Close);
             }
         }

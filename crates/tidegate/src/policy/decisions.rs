@@ -145,6 +145,9 @@ impl<'a> PolicyDecisions<'a> {
     /// enforced; then the request passes even if that decision denies.
     #[must_use]
     pub fn binding(&self) -> Option<&PolicyDecision<'a>> {
+        if let [entry] = &*self.decisions {
+            return Some(entry);
+        }
         self.decisions.iter().min_by_key(|entry| (entry.is_shadow(), entry.decision.rank()))
     }
 
@@ -252,6 +255,9 @@ impl<'a, 'd> IntoIterator for &'d PolicyDecisions<'a> {
 
 /// Returns whether the decisions so far deny the request.
 pub(super) fn is_denied(entries: &[PolicyDecision<'_>]) -> bool {
+    if let [entry] = entries {
+        return !entry.is_shadow() && entry.is_denied();
+    }
     let of =
         |enforcement| entries.iter().filter(move |entry| entry.charge.enforcement() == enforcement);
     of(Enforcement::Enforce).any(PolicyDecision::is_denied)
@@ -262,7 +268,7 @@ pub(super) fn is_denied(entries: &[PolicyDecision<'_>]) -> bool {
 impl<'a> PolicyDecision<'a> {
     pub(super) fn new(charge: PreparedCharge<'a>, position: usize) -> Self {
         let decided = charge.fixed.is_some();
-        let decision = charge.fixed.unwrap_or(Decision::allow(0, 0));
+        let decision = charge.fixed.as_deref().copied().unwrap_or(Decision::allow(0, 0));
         Self { charge, decision, decided, rejected: decided, position }
     }
 
@@ -318,6 +324,11 @@ impl<'a> PolicyDecision<'a> {
     #[must_use]
     pub fn is_shadow(&self) -> bool {
         self.charge.is_shadow()
+    }
+
+    /// Returns whether the store decides this entry by itself, if the request has no other.
+    pub(super) fn is_decided_alone(&self) -> bool {
+        !self.decided && !self.is_shadow() && !self.charge.exceeds_capacity()
     }
 
     /// Returns whether the request was denied without asking the store: its key is missing, its

@@ -1,16 +1,14 @@
 //! [`PolicyLimiter`]: the decision pipeline behind every front door.
 
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use tracing::Instrument as _;
-#[cfg(feature = "tower")]
 use tracing::level_filters::LevelFilter;
 
 use super::decisions::Entries;
 use super::key_source::shown;
+use super::pipeline::at_once;
 use super::query::Target;
 use super::{
     Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query, Selection,
@@ -18,7 +16,7 @@ use super::{
 use crate::clock::Timestamp;
 use crate::limiter::{Error, Limiter};
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Store, StoreError};
+use crate::store::{Action, Store};
 
 /// Policies and a limiter: selects the policies that apply to a request, decides them all or
 /// nothing, and reports the result to an [`Observer`].
@@ -167,12 +165,7 @@ impl<S: Store> PolicyLimiter<S> {
         }
         let asked_at = self.limiter.store().clock().now();
         let mut decisions = Entries::one(charge);
-        for entry in decisions.iter_mut() {
-            if let Some(charge) = entry.charge.charge() {
-                let decision = at_once(self.limiter.acquire(&charge))?;
-                entry.set(decision);
-            }
-        }
+        self.decide_entries_at_once(&mut decisions)?;
         Ok(PolicyDecisions { asked_at, decisions })
     }
 }
@@ -233,6 +226,30 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         query: Query<'a, '_>,
     ) -> Result<PolicyDecisions<'a>, Error> {
         at_once(self.acquire(query))
+    }
+
+    /// Decides the request as [`decide`](Self::decide) does, on a store that decides at once, and
+    /// returns what `answer` makes of the decisions. They are large, so they stay in their place.
+    #[doc(hidden)]
+    pub fn decide_at_once<'a, T>(
+        &'a self,
+        action: Action,
+        query: Query<'a, '_>,
+        answer: impl FnOnce(&PolicyDecisions<'a>) -> T,
+    ) -> Result<T, Error> {
+        // A span may be wanted.
+        if LevelFilter::current() >= LevelFilter::DEBUG {
+            return at_once(self.decide(action, query)).map(|decisions| answer(&decisions));
+        }
+        let start = self.limiter.store().clock().now();
+        let prepared = self.prepare(action, query);
+        let decisions = prepared.inspect_err(|error| self.observer.failed(action, error))?;
+        let mut decisions = PolicyDecisions { asked_at: start, decisions };
+        let decided = self.decide_entries_at_once(&mut decisions.decisions);
+        decided.inspect_err(|error| self.observer.failed(action, error))?;
+        decisions.decisions.retain_decided();
+        self.observer.decided(action, &decisions, start);
+        Ok(answer(&decisions))
     }
 
     /// Applies an action to every limit of the request. Charges of [`Query::prepared`] have their
@@ -397,17 +414,6 @@ fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
         names.push(name);
     }
     names.join(",")
-}
-
-/// Returns the result of a future that is ready when it is first polled.
-fn at_once<T>(decided: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    match pin!(decided).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(decided) => decided,
-        Poll::Pending => {
-            let reason = "it decides at once, but this decision was not ready";
-            Err(StoreError::Refused(reason.to_owned()).into())
-        }
-    }
 }
 
 #[cfg(test)]

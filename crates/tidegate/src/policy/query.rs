@@ -200,8 +200,8 @@ pub struct PreparedCharge<'a> {
     enforcement: Enforcement,
     on_store_failure: OnStoreFailure,
     caps_cost: bool,
-    /// Decision that needs no store.
-    pub(super) fixed: Option<Decision>,
+    /// Decision that needs no store. Boxed, because it is large and rare.
+    pub(super) fixed: Option<Box<Decision>>,
 }
 
 /// Quota of a charge.
@@ -260,7 +260,7 @@ impl<'a> PreparedCharge<'a> {
         decision: Decision,
     ) -> Self {
         let charge = Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Zero);
-        Self { fixed: Some(Decision { allowed: false, ..decision }), ..charge }
+        Self { fixed: Some(Box::new(Decision { allowed: false, ..decision })), ..charge }
     }
 
     /// Creates the denial of a policy that cannot count the request, because its key is missing or
@@ -271,7 +271,7 @@ impl<'a> PreparedCharge<'a> {
         Self {
             cost: policy.default_cost(),
             enforcement: policy.mode().into(),
-            fixed: Some(denied.with_source(Source::Deny)),
+            fixed: Some(Box::new(denied.with_source(Source::Deny))),
             ..Self::new(policy.name(), "", policy.quota())
         }
     }

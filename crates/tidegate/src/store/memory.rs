@@ -449,6 +449,19 @@ impl Store for MemoryStore {
         }
     }
 
+    #[inline]
+    fn decide_at_once(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Option<Result<Decision, Error>> {
+        Some(if action == Action::Acquire {
+            self.acquire_now(charge)
+        } else {
+            self.decide_any(action, charge, || Ok(charge.check(action)?))
+        })
+    }
+
     fn decides_at_once(&self) -> bool {
         true
     }
