@@ -120,7 +120,11 @@ impl HotKeys {
         hasher.write(policy.as_bytes());
         let hash = hasher.finish();
         let [shard, _, _, _, tag @ ..] = hash.to_le_bytes();
-        let shards = &self.stripes[stripe() % self.stripes.len()];
+        let stripe = stripe();
+        let shards = match self.stripes.get(stripe) {
+            Some(shards) => shards,
+            None => &self.stripes[stripe % self.stripes.len()],
+        };
         let shard = &shards[usize::from(shard) % SHARDS];
         let Some(mut minutes) = shard.try_lock() else { return false };
         let Some(minute) = minute_at(&mut minutes, now_seconds) else { return false };

@@ -223,9 +223,11 @@ pub(crate) async fn serve_protocol<P: Protocol>(
             // Connection errors are the client's, so they are not logged.
             let closed = match tls {
                 None => protocol.serve(stream, Accepted { place, connection }, stop, &config).await,
-                Some(tls) => match handshake(stream, tls, &connection).await {
+                // Boxed, because a connection without TLS would carry its large state.
+                Some(tls) => match Box::pin(handshake(stream, tls, &connection)).await {
                     Ok(stream) => {
-                        protocol.serve(stream, Accepted { place, connection }, stop, &config).await
+                        let accepted = Accepted { place, connection };
+                        Box::pin(protocol.serve(stream, accepted, stop, &config)).await
                     }
                     Err(reason) => reason,
                 },

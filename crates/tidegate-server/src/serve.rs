@@ -465,7 +465,25 @@ pub(crate) fn runtime() -> io::Result<Runtime> {
 }
 
 async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyhow::Result<Socket> {
-    Socket::bind(address, listen.unix_mode).await.with_context(|| format!("listen.{name}"))
+    let bound = Socket::bind(address, listen.unix_mode).await;
+    let is_in_use = |error: &anyhow::Error| {
+        let cause = error.root_cause().downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| cause.kind() == io::ErrorKind::AddrInUse)
+    };
+    bound.with_context(|| format!("listen.{name}")).map_err(|error| {
+        if !is_in_use(&error) {
+            return error;
+        }
+        let flag = match name {
+            "gateway" => "--listen".to_owned(),
+            "resp" => "--resp".to_owned(),
+            _ => format!("--listen-{name}"),
+        };
+        anyhow::anyhow!(
+            "listen.{name}: cannot listen on {address}: the address is already in use: end the \
+             process that uses it, or set another by {flag} or in the file"
+        )
+    })
 }
 
 /// Loads the configuration from a file, or the built-in sample.

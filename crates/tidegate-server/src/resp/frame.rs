@@ -15,6 +15,8 @@ const MAX_DIGITS: usize = 10;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Arguments<'a, 'p> {
     bytes: &'a [u8],
+    /// The same bytes, if they are known to be UTF-8.
+    text: Option<&'a str>,
     ranges: &'p [Range<usize>],
 }
 
@@ -27,6 +29,15 @@ impl<'a, 'p> Arguments<'a, 'p> {
     /// Returns an argument; 0 is the name of the command.
     pub(super) fn get(self, index: usize) -> Option<&'a [u8]> {
         self.bytes.get(self.ranges.get(index)?.clone())
+    }
+
+    /// Returns an argument as text; `None` if it is not UTF-8.
+    pub(super) fn text(self, index: usize) -> Option<&'a str> {
+        let range = self.ranges.get(index)?.clone();
+        match self.text {
+            Some(text) => text.get(range),
+            None => std::str::from_utf8(self.bytes.get(range)?).ok(),
+        }
     }
 
     /// Iterates over the arguments from this one on.
@@ -84,12 +95,17 @@ impl Parser {
 
     /// Returns the arguments of the array that was parsed.
     pub(super) fn arguments<'a>(&self, input: &'a [u8]) -> Arguments<'a, '_> {
-        Arguments { bytes: input, ranges: &self.ranges }
+        Arguments { bytes: input, text: None, ranges: &self.ranges }
+    }
+
+    /// Returns the arguments of the array that was parsed, in an input that is text.
+    pub(super) fn text_arguments<'a>(&self, input: &'a str) -> Arguments<'a, '_> {
+        Arguments { bytes: input.as_bytes(), text: Some(input), ranges: &self.ranges }
     }
 
     /// Returns the arguments of the inline command that was parsed.
     pub(super) fn inline_arguments(&self) -> Arguments<'_, '_> {
-        Arguments { bytes: &self.unquoted, ranges: &self.ranges }
+        Arguments { bytes: &self.unquoted, text: None, ranges: &self.ranges }
     }
 
     fn parse_array(&mut self, input: &[u8]) -> Result<Parsed, FrameError> {
@@ -255,10 +271,12 @@ enum Number {
 #[inline]
 fn number(input: &[u8], start: usize) -> Result<Option<(Number, usize)>, ()> {
     let digit = |byte: u8| usize::from(byte - b'0');
-    match input.get(start..).unwrap_or_default() {
-        // Nearly every number.
-        [one @ b'0'..=b'9', b'\r', b'\n', ..] => Ok(Some((Number::Size(digit(*one)), start + 3))),
-        [ten @ b'0'..=b'9', one @ b'0'..=b'9', b'\r', b'\n', ..] => {
+    // Nearly every number has one or two digits.
+    match input.get(start..).and_then(<[u8]>::first_chunk) {
+        Some([one @ b'0'..=b'9', b'\r', b'\n', _]) => {
+            Ok(Some((Number::Size(digit(*one)), start + 3)))
+        }
+        Some([ten @ b'0'..=b'9', one @ b'0'..=b'9', b'\r', b'\n']) => {
             Ok(Some((Number::Size(10 * digit(*ten) + digit(*one)), start + 4)))
         }
         _ => any_number(input, start),

@@ -144,9 +144,9 @@ fn query<'a>(
         index += 2;
     }
     let target = if has_quota {
-        let algorithm = text("algorithm", argument(4)?)?;
+        let algorithm = text(arguments, 4, "algorithm")?;
         let algorithm = algorithm.parse().map_err(|error: UnknownName| format!("ERR {error}"))?;
-        let window = text("window", argument(6)?)?;
+        let window = text(arguments, 6, "window")?;
         let window = duration::parse(window).map_err(|error| format!("ERR window: {error}"))?;
         let limit = number("limit", argument(5)?)?;
         Target::Quota(quotas.get(QuotaNumbers {
@@ -156,9 +156,9 @@ fn query<'a>(
             burst: options.burst,
         })?)
     } else {
-        Target::Policy(text("policy", argument(1)?)?)
+        Target::Policy(text(arguments, 1, "policy")?)
     };
-    let key = text("key", argument(2)?)?;
+    let key = text(arguments, 2, "key")?;
     Ok(Request { action, key, target, cost: options.cost, age_ms: options.age_ms })
 }
 
@@ -214,7 +214,7 @@ fn throttle<'a>(
         return Err(command.usage_error());
     }
     let argument = |index| arguments.get(index).ok_or_else(|| command.usage_error());
-    let key = text("key", argument(1)?)?;
+    let key = text(arguments, 1, "key")?;
     let max_burst = number("max_burst", argument(2)?)?;
     let limit = number("count", argument(3)?)?;
     let period = number("period", argument(4)?)?;
@@ -238,8 +238,9 @@ fn throttle<'a>(
     Ok(Request { action, key, target, cost: Some(quantity), age_ms: None })
 }
 
-fn text<'a>(name: &str, bytes: &'a [u8]) -> Result<&'a str, String> {
-    std::str::from_utf8(bytes).map_err(|_| format!("ERR the {name} is not UTF-8 text"))
+/// Returns an argument, which the command has, as text.
+fn text<'a>(arguments: Arguments<'a, '_>, index: usize, name: &str) -> Result<&'a str, String> {
+    arguments.text(index).ok_or_else(|| format!("ERR the {name} is not UTF-8 text"))
 }
 
 /// Parses a number without a sign.

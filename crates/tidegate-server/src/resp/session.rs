@@ -65,6 +65,7 @@ impl RespSession {
     ) -> (usize, Step) {
         let Self { parser, client } = self;
         let mut handled = 0;
+        let mut text = None;
         for _ in 0..MAX_COMMANDS_PER_TURN {
             if replies.len() >= MAX_REPLY_BYTES {
                 return (handled, Step::Flush);
@@ -75,9 +76,14 @@ impl RespSession {
                 Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
                 Err(error) => return (handled, client.reject(&error, replies)),
             };
+            // Checked once for all commands, not for a part of one that is still arriving.
+            let text = *text.get_or_insert_with(|| text_at_start(input));
+            let arguments = match text.get(handled..handled + length) {
+                _ if is_inline => parser.inline_arguments(),
+                Some(text) => parser.text_arguments(text),
+                None => parser.arguments(rest),
+            };
             handled += length;
-            let arguments =
-                if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
             match client.request(active, arguments) {
                 Some(Ok(request)) => client.write(&decide_at_once(active, &request), replies),
                 Some(Err(error)) => client.write(&Reply::Error(error), replies),
@@ -149,6 +155,12 @@ impl RespSession {
         group.finish(client, replies).await;
         (handled, step)
     }
+}
+
+/// Returns the bytes at the start of an input that are UTF-8, as nearly all commands.
+fn text_at_start(input: &[u8]) -> &str {
+    str::from_utf8(input)
+        .unwrap_or_else(|error| str::from_utf8(&input[..error.valid_up_to()]).unwrap_or_default())
 }
 
 async fn decide_or_reject(active: &ActiveConfig, request: Result<Request<'_>, String>) -> Reply {

@@ -57,7 +57,7 @@ fn future_of_a_session_is_small() {
     let mut client = Conversation::new(POLICIES);
     let (mut input, mut replies) = (Input::new(1 << 20), Vec::new());
     let size = size_of_val(&client.session.handle(&mut input, &mut replies));
-    assert!(size <= 3_072, "{size} bytes for each of many connections");
+    assert!(size <= 256, "{size} bytes for each of many connections");
 }
 
 #[test]
@@ -80,6 +80,31 @@ fn decisions_are_arrays_in_resp2_and_maps_in_resp3() {
     client.ask("HELLO 2");
     client.ask("TG.ACQUIRE observed ann");
     assert_eq!(client.ask("TG.ACQUIRE observed ann"), "*6 :1 :1 :0 :0 :60000 :0");
+}
+
+#[test]
+fn key_that_is_not_text_fails_its_command_only() {
+    let mut client = Conversation::new(POLICIES);
+    let acquire = |key: &[u8]| {
+        let length = key.len();
+        let head = format!("*3\r\n$10\r\nTG.ACQUIRE\r\n$8\r\nper-user\r\n${length}\r\n");
+        [head.as_bytes(), key, b"\r\n"].concat()
+    };
+    let is_error = |bytes: &[&[u8]], client: &mut Conversation| {
+        let (replies, step) = client.send(&bytes.concat());
+        assert_eq!(step, Step::Read);
+        let replies = replies.replace("*6\r\n", "|*").replace("-ERR", "|-ERR");
+        let replies = replies.split('|').skip(1);
+        replies.map(|reply| reply.contains("the key is not UTF-8")).collect::<Vec<_>>()
+    };
+    let (ann, jose, broken) = (acquire(b"ann"), acquire("José".as_bytes()), acquire(b"a\xff"));
+    assert_eq!(is_error(&[&ann, &broken, &jose], &mut client), [false, true, false]);
+    // The end of the input is in the middle of a character.
+    let part = &jose[..jose.len() - 3];
+    assert_eq!(is_error(&[&ann, &jose, part], &mut client), [false, false]);
+    // Two halves of a character are not text, even next to each other.
+    let halves = [acquire(b"Jos\xc3"), acquire(b"\xa9")];
+    assert_eq!(is_error(&[&ann, &halves[0], &halves[1]], &mut client), [false, true, true]);
 }
 
 #[test]

@@ -313,7 +313,9 @@ fn a_second_service_does_not_share_a_port() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{error}");
         assert!(error.contains(&format!("cannot listen on {taken}")), "{error}");
-        assert!(error.contains("in use"), "{error}");
+        assert!(error.contains("already in use"), "{error}");
+        let name = listen[at.expect("one of them")].0;
+        assert!(error.contains(&format!("or set another by --listen-{name}")), "{error}");
     }
     let payload = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&payload).status, 200);

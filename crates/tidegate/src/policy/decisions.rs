@@ -84,11 +84,13 @@ pub(super) enum Entries<'a> {
 }
 
 impl<'a> Entries<'a> {
+    #[inline]
     pub(super) fn one(charge: PreparedCharge<'a>) -> Self {
         Self::One(PolicyDecision::new(charge, 0))
     }
 
     /// Removes the entries that could not be decided.
+    #[inline]
     pub(super) fn retain_decided(&mut self) {
         match self {
             Self::One(entry) if entry.decided => {}
@@ -266,6 +268,7 @@ pub(super) fn is_denied(entries: &[PolicyDecision<'_>]) -> bool {
 }
 
 impl<'a> PolicyDecision<'a> {
+    #[inline]
     pub(super) fn new(charge: PreparedCharge<'a>, position: usize) -> Self {
         let decided = charge.fixed.is_some();
         let decision = charge.fixed.as_deref().copied().unwrap_or(Decision::allow(0, 0));

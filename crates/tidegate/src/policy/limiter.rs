@@ -292,7 +292,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         Ok(decisions)
     }
 
-    /// Returns the undecided entries of a query. Rejections are already decided.
+    /// Returns the undecided entries of a query. Rejections are already decided. Single charges are
+    /// inlined: they are large, and a call would copy them.
+    #[inline]
     fn prepare<'a>(&'a self, action: Action, query: Query<'a, '_>) -> Result<Entries<'a>, Error> {
         let (cost, charged_at) = (query.cost, query.charged_at);
         Ok(match query.target {
@@ -317,20 +319,30 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                     Some(name) => self.policy(name)?.select(attributes, cost)?,
                     None => self.policies.select(attributes, cost)?,
                 };
-                if attributes.lacks_peer() {
-                    return Err(Error::UnknownPeer);
-                }
-                self.report_missing_keys(&selection);
-                if let Some(policy) = selection.rejected_by {
-                    return Ok(Entries::one(PreparedCharge::rejected(policy).with_action(action)));
-                }
-                let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
-                let charges = charges.map(|charge| charge.with_charged_at(charged_at));
-                let rejections = selection.shadow_rejections.into_iter();
-                let rejections = rejections.map(PreparedCharge::rejected);
-                charges.chain(rejections).map(|charge| charge.with_action(action)).collect()
+                self.prepare_selected(action, charged_at, attributes, selection)?
             }
         })
+    }
+
+    #[inline(never)]
+    fn prepare_selected<'a>(
+        &'a self,
+        action: Action,
+        charged_at: Timestamp,
+        attributes: &dyn Attributes,
+        selection: Selection<'a>,
+    ) -> Result<Entries<'a>, Error> {
+        if attributes.lacks_peer() {
+            return Err(Error::UnknownPeer);
+        }
+        self.report_missing_keys(&selection);
+        if let Some(policy) = selection.rejected_by {
+            return Ok(Entries::one(PreparedCharge::rejected(policy).with_action(action)));
+        }
+        let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
+        let charges = charges.map(|charge| charge.with_charged_at(charged_at));
+        let rejections = selection.shadow_rejections.into_iter().map(PreparedCharge::rejected);
+        Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
     }
 
     async fn decide_prepared<'a>(

@@ -215,6 +215,7 @@ enum QuotaRef<'a> {
 }
 
 impl<'a> PreparedCharge<'a> {
+    #[inline]
     fn with_quota_ref(policy: Cow<'a, str>, key: Cow<'a, str>, quota: QuotaRef<'a>) -> Self {
         Self {
             policy,
@@ -276,6 +277,7 @@ impl<'a> PreparedCharge<'a> {
         }
     }
 
+    #[inline]
     pub(super) fn of_policy(policy: &'a Policy, key: &'a str, cost: Option<u64>) -> Self {
         Self {
             cost: cost.unwrap_or_else(|| policy.default_cost()),
