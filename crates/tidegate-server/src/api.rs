@@ -293,7 +293,7 @@ async fn decide(
     action: Action,
     request: Request,
 ) -> Result<ApiResponse, Problem> {
-    let active = state.active();
+    let active = state.active_guard();
     let (head, body) = request.into_parts();
     match &active.api_token {
         Some(token) => token::check(token, &head.headers).map_err(Problem::unauthorized)?,

@@ -129,7 +129,7 @@ async fn should_rate_limit(
     buffered: &ConnectionBytes,
     request: Request,
 ) -> Result<GrpcResponse, CallError> {
-    let active = state.active();
+    let active = state.active_guard();
     let (head, body) = request.into_parts();
     if let Some(token) = &active.api_token {
         token::check(token, &head.headers).map_err(Status::unauthenticated)?;

@@ -96,8 +96,8 @@ impl ServerState {
         self.active.load_full()
     }
 
-    /// Returns the active configuration for a short time, without a write to a counter that all
-    /// threads share.
+    /// Returns the active configuration for a request, without a write to a counter that all threads
+    /// share.
     pub(crate) fn active_guard(&self) -> Guard<Arc<ActiveConfig>> {
         self.active.load()
     }

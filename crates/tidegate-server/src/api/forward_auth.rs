@@ -85,7 +85,7 @@ pub(crate) async fn forward_auth(
     peer: Peer,
     request: Request,
 ) -> Result<ApiResponse, Problem> {
-    let active = state.active();
+    let active = state.active_guard();
     let (mut head, _) = request.into_parts();
     take_token(active.api_token.as_ref(), &mut head.headers)?;
     let address = client_address(&active.client_ip, peer, &head.headers)?;
