@@ -1,12 +1,12 @@
 //! Rate limit headers as typed HTTP headers.
 
 use std::cell::Cell;
-use std::sync::LazyLock;
 
 use bytes::{Bytes, BytesMut};
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
+use super::templates::{MAX_STATE_START, Template};
 use crate::headers::{self, PolicyState, RateLimitHeader};
 
 /// Passes the headers for these decisions, those of [`headers::for_each_header`], to `insert`.
@@ -44,17 +44,37 @@ pub fn for_each_header_value<'a>(
     with_x_headers: bool,
     mut insert: impl FnMut(HeaderName, HeaderValue),
 ) {
-    RenderedHeaders::new(states, with_x_headers).for_each(|header, value| {
+    RenderedHeaders::new(states, with_x_headers, true).for_each(|header, value| {
         insert(typed(header), value);
     });
 }
 
-/// Rate limit headers of one response. Their values share one buffer.
+/// Rate limit headers of one response, without the memory of a map. Their values share one buffer.
 #[derive(Debug, Default)]
-pub(super) struct RenderedHeaders {
+pub(super) enum RenderedHeaders {
+    #[default]
+    None,
+    /// Those of an admitted request that one limit applies to.
+    Usual(UsualHeaders),
+    Other {
+        text: Bytes,
+        /// Length of each value, 0 if it is absent.
+        lengths: [usize; RateLimitHeader::COUNT],
+    },
+}
+
+/// Headers of an admitted request that one limit applies to, with the older ones.
+#[derive(Debug)]
+pub(super) struct UsualHeaders {
+    template: &'static Template,
+    /// Value of `ratelimit`, then that of `x-ratelimit-reset` if it is not small.
     text: Bytes,
-    /// Each header, and the length of its value.
-    values: [Option<(RateLimitHeader, usize)>; RateLimitHeader::COUNT],
+    remaining: u64,
+    reset: u64,
+    /// Length of the value of `ratelimit`.
+    state_length: u8,
+    /// Length of the number of units left.
+    remaining_length: u8,
 }
 
 /// Memory that the responses of a thread share, so that most of them allocate none.
@@ -67,83 +87,222 @@ struct Buffers {
 /// Size of the memory that values are written to. A response that is kept keeps all of it.
 const SHARED_BYTES: usize = 1_024;
 
-const USUAL_HEADERS: [RateLimitHeader; 5] = [
-    RateLimitHeader::Policy,
-    RateLimitHeader::State,
-    RateLimitHeader::Limit,
-    RateLimitHeader::Remaining,
-    RateLimitHeader::Reset,
-];
-
-/// Map with the usual headers in their order, and without their values.
-static USUAL: LazyLock<HeaderMap> = LazyLock::new(|| {
-    let empty = |header| (typed(header), HeaderValue::from_static(""));
-    USUAL_HEADERS.map(empty).into_iter().collect()
-});
-
 thread_local! {
     static BUFFERS: Cell<Option<Buffers>> = const { Cell::new(None) };
 }
 
+/// Takes the buffers of the thread. They are not borrowed, because `states` may call a closure of
+/// the caller, which may come here.
+#[inline]
+fn take_buffers() -> Buffers {
+    let kept = BUFFERS.try_with(Cell::take).ok().flatten();
+    kept.unwrap_or_else(|| Buffers {
+        text: String::with_capacity(256),
+        shared: BytesMut::with_capacity(SHARED_BYTES),
+    })
+}
+
+#[inline]
+fn keep_buffers(buffers: Buffers) {
+    let _ = BUFFERS.try_with(|place| place.set(Some(buffers)));
+}
+
+impl UsualHeaders {
+    /// Renders the headers of an admitted request; `None` if there is no template.
+    #[inline]
+    fn new(state: &PolicyState<'_>, creates: bool) -> Option<Self> {
+        let template = Template::of(state, creates)?;
+        let (remaining, reset) = (state.decision.remaining, state.reset()?);
+        let mut text = ShortText::new();
+        text.push(template.state_start.as_bytes());
+        text.push_number(remaining);
+        let remaining_length = text.length - template.state_start.len();
+        if let Some(wait) = state.more_after() {
+            text.push(headers::STATE_WAIT.as_bytes());
+            text.push_number(wait);
+        }
+        let state_length = text.length;
+        if small_number(reset).is_none() {
+            text.push_number(reset);
+        }
+        let mut buffers = take_buffers();
+        buffers.shared.extend_from_slice(text.as_bytes());
+        let text = buffers.shared.split().freeze();
+        keep_buffers(buffers);
+        Some(Self {
+            template,
+            text,
+            remaining,
+            reset,
+            state_length: u8::try_from(state_length).ok()?,
+            remaining_length: u8::try_from(remaining_length).ok()?,
+        })
+    }
+
+    /// Returns the value of `x-ratelimit-remaining`, which is a part of `ratelimit`.
+    #[inline]
+    fn remaining(&self) -> Option<HeaderValue> {
+        if let Some(number) = small_number(self.remaining) {
+            return Some(HeaderValue::from_static(number));
+        }
+        let start = self.template.state_start.len();
+        shared(self.text.slice(start..start + usize::from(self.remaining_length)))
+    }
+
+    /// Returns the value of `x-ratelimit-reset`, and leaves only that of `ratelimit` in the text.
+    #[inline]
+    fn split_reset(&mut self) -> Option<HeaderValue> {
+        match small_number(self.reset) {
+            Some(number) => Some(HeaderValue::from_static(number)),
+            None => shared(self.text.split_off(usize::from(self.state_length))),
+        }
+    }
+
+    #[inline]
+    fn into_map(mut self) -> Option<HeaderMap> {
+        let mut headers = self.template.headers.clone();
+        let mut places = headers.values_mut();
+        places.next();
+        let state = places.next()?;
+        places.next();
+        *places.next()? = self.remaining()?;
+        *places.next()? = self.split_reset()?;
+        *state = shared(self.text)?;
+        Some(headers)
+    }
+}
+
+/// Text on the stack: the start of a state, and three numbers.
+struct ShortText {
+    bytes: [u8; MAX_STATE_START + 3 * 24],
+    length: usize,
+}
+
+impl ShortText {
+    #[inline]
+    fn new() -> Self {
+        Self { bytes: [0; MAX_STATE_START + 3 * 24], length: 0 }
+    }
+
+    #[inline]
+    fn push(&mut self, bytes: &[u8]) {
+        let end = self.length + bytes.len();
+        self.bytes[self.length..end].copy_from_slice(bytes);
+        self.length = end;
+    }
+
+    #[inline]
+    fn push_number(&mut self, number: u64) {
+        match small_number(number) {
+            Some(number) => self.push(number.as_bytes()),
+            None => self.push(itoa::Buffer::new().format(number).as_bytes()),
+        }
+    }
+
+    #[inline]
+    fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+/// Returns a value in shared memory. Its bytes are printable, so there always is one.
+#[inline]
+fn shared(bytes: Bytes) -> Option<HeaderValue> {
+    HeaderValue::from_maybe_shared(bytes).ok()
+}
+
 impl RenderedHeaders {
+    #[inline]
     pub(super) fn new<'a>(
         states: impl Iterator<Item = PolicyState<'a>> + Clone,
         with_x_headers: bool,
+        creates_templates: bool,
     ) -> Self {
-        // Taken, not borrowed: `states` may call a closure of the caller, which may come here.
-        let kept = BUFFERS.try_with(Cell::take).ok().flatten();
-        let Buffers { mut text, mut shared } = kept.unwrap_or_else(|| Buffers {
-            text: String::with_capacity(256),
-            shared: BytesMut::with_capacity(SHARED_BYTES),
-        });
-        let mut rendered = Self::default();
-        let (mut slots, mut from) = (rendered.values.iter_mut(), 0);
-        headers::write_headers(states, with_x_headers, &mut text, |header, text| {
-            if let Some(slot) = slots.next() {
-                *slot = Some((header, text.len() - from));
-                from = text.len();
+        let mut all = states.clone();
+        let Some(first) = all.next() else { return Self::None };
+        if with_x_headers
+            && first.decision.allowed
+            && first.partition_key.is_none()
+            && all.next().is_none()
+        {
+            if let Some(usual) = UsualHeaders::new(&first, creates_templates) {
+                return Self::Usual(usual);
             }
-        });
-        if text.is_empty() {
-            return rendered;
         }
-        shared.extend_from_slice(text.as_bytes());
-        rendered.text = shared.split().freeze();
+        Self::other(states, with_x_headers)
+    }
+
+    /// Renders the headers of one limit.
+    #[inline]
+    pub(super) fn of_one(state: PolicyState<'_>, with_x_headers: bool) -> Self {
+        Self::new(std::iter::once(state), with_x_headers, true)
+    }
+
+    #[cold]
+    fn other<'a>(
+        states: impl Iterator<Item = PolicyState<'a>> + Clone,
+        with_x_headers: bool,
+    ) -> Self {
+        let Buffers { mut text, shared: mut bytes } = take_buffers();
+        let (mut lengths, mut from) = ([0; RateLimitHeader::COUNT], 0);
+        headers::write_headers(states, with_x_headers, &mut text, |header, text| {
+            lengths[header as usize] = text.len() - from;
+            from = text.len();
+        });
+        bytes.extend_from_slice(text.as_bytes());
+        let rendered = Self::Other { text: bytes.split().freeze(), lengths };
         if text.len() <= SHARED_BYTES {
             text.clear();
-            let _ = BUFFERS.try_with(|buffers| buffers.set(Some(Buffers { text, shared })));
+            keep_buffers(Buffers { text, shared: bytes });
         }
         rendered
     }
 
-    fn for_each(mut self, mut insert: impl FnMut(RateLimitHeader, HeaderValue)) {
-        for (header, length) in self.values.iter().flatten() {
-            if let Ok(value) = HeaderValue::from_maybe_shared(self.text.split_to(*length)) {
-                insert(*header, value);
+    fn for_each(self, mut insert: impl FnMut(RateLimitHeader, HeaderValue)) {
+        match self {
+            Self::None => {}
+            Self::Usual(mut usual) => {
+                let (remaining, reset) = (usual.remaining(), usual.split_reset());
+                let values = [
+                    (RateLimitHeader::Policy, Some(usual.template.policy.clone())),
+                    (RateLimitHeader::State, shared(usual.text)),
+                    (RateLimitHeader::Limit, Some(usual.template.limit.clone())),
+                    (RateLimitHeader::Remaining, remaining),
+                    (RateLimitHeader::Reset, reset),
+                ];
+                for (header, value) in values {
+                    if let Some(value) = value {
+                        insert(header, value);
+                    }
+                }
+            }
+            Self::Other { mut text, lengths } => {
+                for (header, length) in RateLimitHeader::ALL.into_iter().zip(lengths) {
+                    if length > 0
+                        && let Some(value) = shared(text.split_to(length))
+                    {
+                        insert(header, value);
+                    }
+                }
             }
         }
     }
 
-    /// Returns whether these are the headers of an admitted request, with the older ones.
-    fn are_usual(&self) -> bool {
-        let headers = self.values.iter().flatten().map(|(header, _)| *header);
-        headers.eq(USUAL_HEADERS)
-    }
-
     /// Adds the headers to a response. Lists are appended to those of an inner layer; of headers
     /// with a single value, that of the inner layer stays.
+    #[inline]
     pub(super) fn add_to(self, headers: &mut HeaderMap) {
-        if headers.capacity() == 0 && self.are_usual() {
-            // A copy of a map with the same names saves the hashes of five names.
-            headers.clone_from(&USUAL);
-            let mut values = headers.values_mut();
-            self.for_each(|_, value| {
-                if let Some(place) = values.next() {
-                    *place = value;
-                }
-            });
-            return;
+        match self {
+            Self::Usual(usual) if headers.capacity() == 0 => {
+                *headers = usual.into_map().unwrap_or_default();
+            }
+            other => other.add_one_by_one(headers),
         }
+    }
+
+    #[inline(never)]
+    fn add_one_by_one(self, headers: &mut HeaderMap) {
+        headers.reserve(RateLimitHeader::COUNT);
         self.for_each(|header, value| match header {
             RateLimitHeader::Policy | RateLimitHeader::State => {
                 headers.append(typed(header), value);
@@ -155,9 +314,49 @@ impl RenderedHeaders {
     }
 }
 
+/// Returns a small number as text that needs no memory.
+#[inline]
+fn small_number(number: u64) -> Option<&'static str> {
+    SMALL_NUMBERS.get(usize::try_from(number).ok()?).copied()
+}
+
+static SMALL_NUMBERS: [&str; 1_000] = {
+    const DIGITS: [[u8; 3]; 1_000] = {
+        let mut all = [[b'0'; 3]; 1_000];
+        let mut number = 0;
+        while number < all.len() {
+            let digits = [number / 100, number / 10 % 10, number % 10];
+            let mut at = 0;
+            while at < digits.len() {
+                all[number][at] += digits[at] as u8;
+                at += 1;
+            }
+            number += 1;
+        }
+        all
+    };
+    let mut all = [""; 1_000];
+    let mut number = 0;
+    while number < all.len() {
+        let zeros = if number < 10 {
+            2
+        } else if number < 100 {
+            1
+        } else {
+            0
+        };
+        let digits: &'static [u8; 3] = &DIGITS[number];
+        if let Ok(text) = str::from_utf8(digits.split_at(zeros).1) {
+            all[number] = text;
+        }
+        number += 1;
+    }
+    all
+};
+
 /// Returns a name that is known at compile time: parsing it again would cost as much as the
 /// decision.
-fn typed(header: RateLimitHeader) -> HeaderName {
+pub(super) fn typed(header: RateLimitHeader) -> HeaderName {
     const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
     const STATE: HeaderName = HeaderName::from_static("ratelimit");
     const LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");

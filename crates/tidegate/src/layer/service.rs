@@ -16,6 +16,7 @@ use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
 use super::{LayerState, grpc};
+use crate::decision::Decision;
 use crate::limiter::Error;
 use crate::policy::PolicyDecisions;
 
@@ -97,16 +98,50 @@ where
         self.inner.poll_ready(context)
     }
 
+    #[inline]
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let shared = &self.shared;
+        let shared = &*self.shared;
         if shared.exempt_preflight && is_preflight(&request) {
             return ResponseFuture::called(self.inner.call(request), RenderedHeaders::default());
         }
+        let mut decided = None;
+        if shared.decides_by_headers()
+            && let Some(state) = shared.limiter.acquire_by_headers(request.headers())
+        {
+            if state.decision.allowed {
+                let headers = shared.responses.headers_of_one(state);
+                return ResponseFuture::called(self.inner.call(request), headers);
+            }
+            decided = Some(state.decision);
+        }
+        self.call_with_parts(request, decided)
+    }
+}
+
+impl<S: Clone, G> RateLimit<S, G> {
+    /// Calls the service with a request that was not admitted by its headers alone. `decided` is
+    /// the denial, if there is one already.
+    fn call_with_parts<B, R>(
+        &mut self,
+        request: Request<B>,
+        decided: Option<Decision>,
+    ) -> ResponseFuture<S::Future, R, S::Error>
+    where
+        S: Service<Request<B>, Response = Response<R>> + Send + 'static,
+        S::Future: Send,
+        S::Error: Send,
+        G: RequestLimiter,
+        B: Send + 'static,
+        R: Send + 'static,
+    {
+        let shared = &self.shared;
         let (parts, body) = request.into_parts();
         let snapshot = shared.limiter.snapshot();
-        let decided = shared.limiter.acquire_at_once(&snapshot, &parts).map(|decided| match shared
-            .admitted(&parts, decided)
-        {
+        let decided = match decided {
+            Some(decision) => shared.limiter.denied_by_headers(&parts, decision),
+            None => shared.limiter.acquire_at_once(&snapshot, &parts),
+        };
+        let decided = decided.map(|decided| match shared.admitted(&parts, decided) {
             Err(response) => Outcome::Response(response),
             Ok(decisions) if decisions.delay().is_zero() && shared.refund_on.is_none() => {
                 Outcome::Admitted(shared.responses.headers(&decisions))
@@ -132,9 +167,7 @@ where
             }
         }
     }
-}
 
-impl<S: Clone, G> RateLimit<S, G> {
     /// Returns the instance that was polled ready, for a future that calls it; its clone, which
     /// stays, may not be.
     fn take_ready(&mut self) -> S {
@@ -205,6 +238,12 @@ fn without_body_for_head<R>(method: &Method, response: Response<Body<R>>) -> Res
 }
 
 impl<G> LayerState<G> {
+    /// Returns whether nothing but the headers of a response depends on an admission.
+    #[inline]
+    fn decides_by_headers(&self) -> bool {
+        self.refund_on.is_none() && self.responses.partition_key.is_none()
+    }
+
     /// Returns the decisions of a request that is admitted, or the response to any other.
     #[expect(clippy::result_large_err, reason = "the error is a response")]
     fn admitted<'a, R>(
