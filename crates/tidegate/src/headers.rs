@@ -110,7 +110,7 @@ pub fn for_each_header<'a>(
     with_x_headers: bool,
     mut header: impl FnMut(&'static str, &str),
 ) {
-    let (mut text, mut from) = (String::with_capacity(128), 0);
+    let (mut text, mut from) = (String::with_capacity(64), 0);
     write_headers(states, with_x_headers, &mut text, |name, text| {
         header(name.as_str(), &text[from..]);
         from = text.len();

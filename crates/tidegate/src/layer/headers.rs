@@ -1,12 +1,12 @@
 //! Rate limit headers as typed HTTP headers.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 use bytes::{Bytes, BytesMut};
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use super::templates::{MAX_STATE_START, Template};
+use super::templates::Template;
 use crate::headers::{self, PolicyState, RateLimitHeader};
 
 /// Passes the headers for these decisions, those of [`headers::for_each_header`], to `insert`.
@@ -44,7 +44,7 @@ pub fn for_each_header_value<'a>(
     with_x_headers: bool,
     mut insert: impl FnMut(HeaderName, HeaderValue),
 ) {
-    RenderedHeaders::new(states, with_x_headers, true).for_each(|header, value| {
+    RenderedHeaders::new(states, with_x_headers, false).for_each(|header, value| {
         insert(typed(header), value);
     });
 }
@@ -72,70 +72,51 @@ pub(super) struct UsualHeaders {
     remaining: u64,
     reset: u64,
     /// Length of the value of `ratelimit`.
-    state_length: u8,
+    state_length: usize,
     /// Length of the number of units left.
-    remaining_length: u8,
-}
-
-/// Memory that the responses of a thread share, so that most of them allocate none.
-#[derive(Default)]
-struct Buffers {
-    text: String,
-    shared: BytesMut,
+    remaining_length: usize,
 }
 
 /// Size of the memory that values are written to. A response that is kept keeps all of it.
 const SHARED_BYTES: usize = 1_024;
 
 thread_local! {
-    static BUFFERS: Cell<Option<Buffers>> = const { Cell::new(None) };
+    /// Memory that the responses of a thread share, so that most of them allocate none.
+    static SHARED: RefCell<BytesMut> = RefCell::new(BytesMut::with_capacity(SHARED_BYTES));
+    static TEXT: Cell<String> = const { Cell::new(String::new()) };
 }
 
-/// Takes the buffers of the thread. They are not borrowed, because `states` may call a closure of
-/// the caller, which may come here.
+/// Writes to the memory that the responses of a thread share. `write` calls no other code.
 #[inline]
-fn take_buffers() -> Buffers {
-    let kept = BUFFERS.try_with(Cell::take).ok().flatten();
-    kept.unwrap_or_else(|| Buffers {
-        text: String::with_capacity(256),
-        shared: BytesMut::with_capacity(SHARED_BYTES),
-    })
-}
-
-#[inline]
-fn keep_buffers(buffers: Buffers) {
-    let _ = BUFFERS.try_with(|place| place.set(Some(buffers)));
+fn write_shared<T>(write: impl Fn(&mut BytesMut) -> T) -> T {
+    let written = SHARED.try_with(|shared| write(&mut shared.borrow_mut()));
+    // The thread is ending.
+    written.unwrap_or_else(|_| write(&mut BytesMut::new()))
 }
 
 impl UsualHeaders {
     /// Renders the headers of an admitted request; `None` if there is no template.
     #[inline]
-    fn new(state: &PolicyState<'_>, creates: bool) -> Option<Self> {
-        let template = Template::of(state, creates)?;
+    fn new(state: &PolicyState<'_>, any_name: bool) -> Option<Self> {
+        let template = Template::of(state, any_name)?;
         let (remaining, reset) = (state.decision.remaining, state.reset()?);
-        let mut text = ShortText::new();
-        text.push(template.state_start.as_bytes());
-        text.push_number(remaining);
-        let remaining_length = text.length - template.state_start.len();
-        if let Some(wait) = state.more_after() {
-            text.push(headers::STATE_WAIT.as_bytes());
-            text.push_number(wait);
-        }
-        let state_length = text.length;
-        if small_number(reset).is_none() {
-            text.push_number(reset);
-        }
-        let mut buffers = take_buffers();
-        buffers.shared.extend_from_slice(text.as_bytes());
-        let text = buffers.shared.split().freeze();
-        keep_buffers(buffers);
-        Some(Self {
-            template,
-            text,
-            remaining,
-            reset,
-            state_length: u8::try_from(state_length).ok()?,
-            remaining_length: u8::try_from(remaining_length).ok()?,
+        let wait = state.more_after();
+        let start = template.state_start.as_bytes();
+        write_shared(|bytes| {
+            bytes.reserve(start.len() + MAX_NUMBERS);
+            bytes.extend_from_slice(start);
+            push_number(bytes, remaining);
+            let remaining_length = bytes.len() - start.len();
+            if let Some(wait) = wait {
+                bytes.extend_from_slice(headers::STATE_WAIT.as_bytes());
+                push_number(bytes, wait);
+            }
+            let state_length = bytes.len();
+            if small_number(reset).is_none() {
+                push_number(bytes, reset);
+            }
+            let text = bytes.split().freeze();
+            Some(Self { template, text, remaining, reset, state_length, remaining_length })
         })
     }
 
@@ -146,7 +127,7 @@ impl UsualHeaders {
             return Some(HeaderValue::from_static(number));
         }
         let start = self.template.state_start.len();
-        shared(self.text.slice(start..start + usize::from(self.remaining_length)))
+        shared(self.text.slice(start..start + self.remaining_length))
     }
 
     /// Returns the value of `x-ratelimit-reset`, and leaves only that of `ratelimit` in the text.
@@ -154,54 +135,39 @@ impl UsualHeaders {
     fn split_reset(&mut self) -> Option<HeaderValue> {
         match small_number(self.reset) {
             Some(number) => Some(HeaderValue::from_static(number)),
-            None => shared(self.text.split_off(usize::from(self.state_length))),
+            None => shared(self.text.split_off(self.state_length)),
         }
     }
 
+    /// Creates the map of a response that has no other headers.
     #[inline]
-    fn into_map(mut self) -> Option<HeaderMap> {
-        let mut headers = self.template.headers.clone();
+    fn create_map(&mut self, headers: &mut HeaderMap) {
+        let (remaining, reset) = (self.remaining(), self.split_reset());
+        let state = shared(std::mem::take(&mut self.text));
+        let (Some(state), Some(remaining), Some(reset)) = (state, remaining, reset) else { return };
+        headers.clone_from(&self.template.headers);
         let mut places = headers.values_mut();
-        places.next();
-        let state = places.next()?;
-        places.next();
-        *places.next()? = self.remaining()?;
-        *places.next()? = self.split_reset()?;
-        *state = shared(self.text)?;
-        Some(headers)
-    }
-}
-
-/// Text on the stack: the start of a state, and three numbers.
-struct ShortText {
-    bytes: [u8; MAX_STATE_START + 3 * 24],
-    length: usize,
-}
-
-impl ShortText {
-    #[inline]
-    fn new() -> Self {
-        Self { bytes: [0; MAX_STATE_START + 3 * 24], length: 0 }
-    }
-
-    #[inline]
-    fn push(&mut self, bytes: &[u8]) {
-        let end = self.length + bytes.len();
-        self.bytes[self.length..end].copy_from_slice(bytes);
-        self.length = end;
-    }
-
-    #[inline]
-    fn push_number(&mut self, number: u64) {
-        match small_number(number) {
-            Some(number) => self.push(number.as_bytes()),
-            None => self.push(itoa::Buffer::new().format(number).as_bytes()),
+        // In the order of the template.
+        if let (_, Some(place)) = (places.next(), places.next()) {
+            *place = state;
+        }
+        if let (_, Some(place)) = (places.next(), places.next()) {
+            *place = remaining;
+        }
+        if let Some(place) = places.next() {
+            *place = reset;
         }
     }
+}
 
-    #[inline]
-    fn as_bytes(&self) -> &[u8] {
-        &self.bytes[..self.length]
+/// Length of the parts of [`UsualHeaders::text`] after its start: three numbers, and a name.
+const MAX_NUMBERS: usize = 3 * 20 + headers::STATE_WAIT.len();
+
+#[inline]
+fn push_number(bytes: &mut BytesMut, number: u64) {
+    match small_number(number) {
+        Some(number) => bytes.extend_from_slice(number.as_bytes()),
+        None => bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes()),
     }
 }
 
@@ -212,11 +178,12 @@ fn shared(bytes: Bytes) -> Option<HeaderValue> {
 }
 
 impl RenderedHeaders {
+    /// Renders the headers of all limits. `any_name` is that of [`Template::of`].
     #[inline]
     pub(super) fn new<'a>(
         states: impl Iterator<Item = PolicyState<'a>> + Clone,
         with_x_headers: bool,
-        creates_templates: bool,
+        any_name: bool,
     ) -> Self {
         let mut all = states.clone();
         let Some(first) = all.next() else { return Self::None };
@@ -224,10 +191,9 @@ impl RenderedHeaders {
             && first.decision.allowed
             && first.partition_key.is_none()
             && all.next().is_none()
+            && let Some(usual) = UsualHeaders::new(&first, any_name)
         {
-            if let Some(usual) = UsualHeaders::new(&first, creates_templates) {
-                return Self::Usual(usual);
-            }
+            return Self::Usual(usual);
         }
         Self::other(states, with_x_headers)
     }
@@ -238,34 +204,37 @@ impl RenderedHeaders {
         Self::new(std::iter::once(state), with_x_headers, true)
     }
 
-    #[cold]
+    #[inline(never)]
     fn other<'a>(
         states: impl Iterator<Item = PolicyState<'a>> + Clone,
         with_x_headers: bool,
     ) -> Self {
-        let Buffers { mut text, shared: mut bytes } = take_buffers();
+        // Taken, not borrowed: `states` may call a closure of the caller, which may come here.
+        let mut text = TEXT.try_with(Cell::take).unwrap_or_default();
         let (mut lengths, mut from) = ([0; RateLimitHeader::COUNT], 0);
         headers::write_headers(states, with_x_headers, &mut text, |header, text| {
             lengths[header as usize] = text.len() - from;
             from = text.len();
         });
-        bytes.extend_from_slice(text.as_bytes());
-        let rendered = Self::Other { text: bytes.split().freeze(), lengths };
+        let bytes = write_shared(|bytes| {
+            bytes.extend_from_slice(text.as_bytes());
+            bytes.split().freeze()
+        });
         if text.len() <= SHARED_BYTES {
             text.clear();
-            keep_buffers(Buffers { text, shared: bytes });
+            let _ = TEXT.try_with(|kept| kept.set(text));
         }
-        rendered
+        Self::Other { text: bytes, lengths }
     }
 
-    fn for_each(self, mut insert: impl FnMut(RateLimitHeader, HeaderValue)) {
+    fn for_each(&mut self, mut insert: impl FnMut(RateLimitHeader, HeaderValue)) {
         match self {
             Self::None => {}
-            Self::Usual(mut usual) => {
+            Self::Usual(usual) => {
                 let (remaining, reset) = (usual.remaining(), usual.split_reset());
                 let values = [
                     (RateLimitHeader::Policy, Some(usual.template.policy.clone())),
-                    (RateLimitHeader::State, shared(usual.text)),
+                    (RateLimitHeader::State, shared(std::mem::take(&mut usual.text))),
                     (RateLimitHeader::Limit, Some(usual.template.limit.clone())),
                     (RateLimitHeader::Remaining, remaining),
                     (RateLimitHeader::Reset, reset),
@@ -276,10 +245,10 @@ impl RenderedHeaders {
                     }
                 }
             }
-            Self::Other { mut text, lengths } => {
+            Self::Other { text, lengths } => {
                 for (header, length) in RateLimitHeader::ALL.into_iter().zip(lengths) {
-                    if length > 0
-                        && let Some(value) = shared(text.split_to(length))
+                    if *length > 0
+                        && let Some(value) = shared(text.split_to(*length))
                     {
                         insert(header, value);
                     }
@@ -291,17 +260,16 @@ impl RenderedHeaders {
     /// Adds the headers to a response. Lists are appended to those of an inner layer; of headers
     /// with a single value, that of the inner layer stays.
     #[inline]
-    pub(super) fn add_to(self, headers: &mut HeaderMap) {
+    pub(super) fn add_to(&mut self, headers: &mut HeaderMap) {
         match self {
-            Self::Usual(usual) if headers.capacity() == 0 => {
-                *headers = usual.into_map().unwrap_or_default();
-            }
+            Self::None => {}
+            Self::Usual(usual) if headers.capacity() == 0 => usual.create_map(headers),
             other => other.add_one_by_one(headers),
         }
     }
 
     #[inline(never)]
-    fn add_one_by_one(self, headers: &mut HeaderMap) {
+    fn add_one_by_one(&mut self, headers: &mut HeaderMap) {
         headers.reserve(RateLimitHeader::COUNT);
         self.for_each(|header, value| match header {
             RateLimitHeader::Policy | RateLimitHeader::State => {
@@ -338,13 +306,7 @@ static SMALL_NUMBERS: [&str; 1_000] = {
     let mut all = [""; 1_000];
     let mut number = 0;
     while number < all.len() {
-        let zeros = if number < 10 {
-            2
-        } else if number < 100 {
-            1
-        } else {
-            0
-        };
+        let zeros = (number < 10) as usize + (number < 100) as usize;
         let digits: &'static [u8; 3] = &DIGITS[number];
         if let Ok(text) = str::from_utf8(digits.split_at(zeros).1) {
             all[number] = text;
@@ -400,5 +362,45 @@ mod tests {
             assert!(typed.len() <= RateLimitHeader::COUNT && !typed.is_empty());
         }
         for_each_header_value(std::iter::empty(), true, |name, _| panic!("{name} without a limit"));
+    }
+
+    /// Returns the headers that a response has, in their order.
+    fn added(state: PolicyState<'_>, mut response: HeaderMap) -> Vec<(String, String)> {
+        RenderedHeaders::of_one(state, true).add_to(&mut response);
+        let text = |value: &HeaderValue| value.to_str().expect("text").to_owned();
+        response.iter().map(|(name, value)| (name.to_string(), text(value))).collect()
+    }
+
+    #[test]
+    fn headers_from_a_template_equal_the_plain_ones() {
+        let numbers = [0, 1, 9, 10, 99, 100, 999, 1_000, 9_999, u64::from(u32::MAX)];
+        let day = Duration::from_secs(86_400);
+        // Names that share a hash of their ends, and one that is too long for a template.
+        let long = "n".repeat(300);
+        for name in ["per-user", "x-per-user", "odd \"name\" 50%", "p", "", &long] {
+            for (burst, reset_after) in numbers.into_iter().zip(numbers.into_iter().rev()) {
+                let quota = Quota::token_bucket(burst.max(1), day).expect("valid");
+                for remaining in numbers.into_iter().filter(|number| *number <= burst) {
+                    let reset_after = Duration::from_secs(reset_after);
+                    let decision = Decision::allow(burst, remaining).with_reset_after(reset_after);
+                    let state = PolicyState::new(name, &quota, decision);
+                    let plain = headers::to_headers(&[state], true).into_iter();
+                    let plain: Vec<_> =
+                        plain.map(|(name, value)| (name.to_owned(), value)).collect();
+                    assert_eq!(added(state, HeaderMap::new()), plain);
+                    // A response that has headers already.
+                    assert_eq!(added(state, HeaderMap::with_capacity(1)), plain);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_numbers_are_their_text() {
+        for number in 0..1_000 {
+            assert_eq!(small_number(number), Some(number.to_string().as_str()));
+        }
+        assert_eq!(small_number(1_000), None);
+        assert_eq!(small_number(u64::MAX), None);
     }
 }

@@ -15,7 +15,7 @@ use http::request::Parts;
 use tracing::level_filters::LevelFilter;
 
 use super::request_limiter::RequestLimiter;
-use super::request_parts::{Peer, RequestParts};
+use super::request_parts::{Peer, RequestParts, has_repeated_names};
 use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::client_ip::ClientIp;
@@ -279,8 +279,7 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
             || !limiter.store().decides_at_once()
             // A span needs the whole decision.
             || LevelFilter::current() >= LevelFilter::DEBUG
-            // A header that may be repeated.
-            || headers.len() != headers.keys_len()
+            || has_repeated_names(headers)
         {
             return None;
         }

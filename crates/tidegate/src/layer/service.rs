@@ -141,28 +141,26 @@ impl<S: Clone, G> RateLimit<S, G> {
             Some(decision) => shared.limiter.denied_by_headers(&parts, decision),
             None => shared.limiter.acquire_at_once(&snapshot, &parts),
         };
-        let decided = decided.map(|decided| match shared.admitted(&parts, decided) {
-            Err(response) => Outcome::Response(response),
-            Ok(decisions) if decisions.delay().is_zero() && shared.refund_on.is_none() => {
-                Outcome::Admitted(shared.responses.headers(&decisions))
-            }
-            Ok(decisions) => Outcome::Open(decisions.into_owned()),
-        });
-        let request = (parts, body);
         match decided {
-            Some(Outcome::Admitted(headers)) => {
-                let (parts, body) = request;
+            Some(Ok(decisions)) if shared.is_admission(&decisions) => {
+                let headers = shared.responses.headers(&decisions);
+                drop(decisions);
                 ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
             }
-            Some(Outcome::Open(decisions)) => {
-                let (shared, ready) = (Arc::clone(shared), self.take_ready());
-                ResponseFuture::boxed(Box::pin(async move {
-                    call_admitted(&shared, &snapshot, decisions, ready, request).await
-                }))
-            }
-            Some(Outcome::Response(response)) => ResponseFuture::of_layer(response),
+            Some(decided) => match shared.admitted(&parts, decided) {
+                Ok(decisions) => {
+                    let (shared, decisions) = (Arc::clone(shared), decisions.into_owned());
+                    let ready = self.take_ready();
+                    ResponseFuture::boxed(Box::pin(async move {
+                        let request = (parts, body);
+                        call_admitted(&shared, &snapshot, decisions, ready, request).await
+                    }))
+                }
+                Err(response) => ResponseFuture::of_layer(response),
+            },
             None => {
-                let (shared, ready) = (Arc::clone(shared), self.take_ready());
+                let (shared, ready, request) =
+                    (Arc::clone(shared), self.take_ready(), (parts, body));
                 ResponseFuture::boxed(Box::pin(call_limited(shared, snapshot, ready, request)))
             }
         }
@@ -174,16 +172,6 @@ impl<S: Clone, G> RateLimit<S, G> {
         let clone = self.inner.clone();
         std::mem::replace(&mut self.inner, clone)
     }
-}
-
-/// Decision on a request that was made when the service was called.
-enum Outcome<R> {
-    /// The request is admitted, and only the headers are left to be added.
-    Admitted(RenderedHeaders),
-    /// The request is admitted, but it has to wait for its turn, or may be refunded.
-    Open(PolicyDecisions<'static>),
-    /// The layer itself responds.
-    Response(Response<Body<R>>),
 }
 
 async fn call_limited<S, G, B, R>(
@@ -242,6 +230,12 @@ impl<G> LayerState<G> {
     #[inline]
     fn decides_by_headers(&self) -> bool {
         self.refund_on.is_none() && self.responses.partition_key.is_none()
+    }
+
+    /// Returns whether the request is admitted, and only its headers are left to be added: it has
+    /// not to wait for its turn, and will not be refunded.
+    fn is_admission(&self, decisions: &PolicyDecisions<'_>) -> bool {
+        self.refund_on.is_none() && decisions.is_allowed() && decisions.delay().is_zero()
     }
 
     /// Returns the decisions of a request that is admitted, or the response to any other.

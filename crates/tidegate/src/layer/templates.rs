@@ -14,7 +14,7 @@ const MAX_TEMPLATES: usize = 512;
 /// Number of places that a limit may have.
 const PROBES: usize = 4;
 /// Length of the longest [`Template::state_start`].
-pub(super) const MAX_STATE_START: usize = 64;
+const MAX_STATE_START: usize = 256;
 
 /// Templates by a hash of their limits. Finding one writes to no memory, and a value of one has no
 /// count of references that all threads would write to.
@@ -36,16 +36,20 @@ pub(super) struct Template {
 }
 
 impl Template {
-    /// Returns the template of a limit. `creates`: it may be created.
+    /// Returns the template of a limit, and creates it if there is a place. The quota that a client
+    /// brings has its default name, for which one is created only if `any_name` is set: clients
+    /// must not use up the places.
     #[inline]
-    pub(super) fn of(state: &PolicyState<'_>, creates: bool) -> Option<&'static Self> {
+    pub(super) fn of(state: &PolicyState<'_>, any_name: bool) -> Option<&'static Self> {
         let home = hash(state.policy, state.quota);
         for probe in 0..PROBES {
             let place = &TEMPLATES[home.wrapping_add(probe) % MAX_TEMPLATES];
             match place.get() {
                 Some(template) if template.is_of(state) => return Some(template),
                 Some(_) => {}
-                None if creates => return Self::create(state, place),
+                None if any_name || state.policy != state.quota.default_policy_name() => {
+                    return Self::create(state, place);
+                }
                 None => return None,
             }
         }
@@ -110,4 +114,37 @@ fn hash(policy: &str, quota: &Quota) -> usize {
     let hash = (name ^ policy.len() as u64).wrapping_mul(ODD) ^ quota.burst();
     let hash = hash.wrapping_mul(ODD) ^ quota.drain_micros();
     (hash.wrapping_mul(ODD) >> 48) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::decision::Decision;
+
+    /// More limits than there are places: each still has its own values, or none.
+    #[test]
+    fn templates_are_bounded_and_belong_to_their_limit() {
+        let is_same = |number: usize| {
+            let limit = 1 + number as u64 % 7;
+            let quota = Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid");
+            let name = format!("bounded-{number}");
+            let state = PolicyState::new(&name, &quota, Decision::allow(limit, 0));
+            let template = Template::of(&state, true)?;
+            assert_eq!(template.policy, format!("\"{name}\";q={limit};w=60"));
+            assert_eq!(template.limit, limit.to_string());
+            Some(())
+        };
+        let kept = (0..4 * MAX_TEMPLATES).filter_map(is_same).count();
+        assert!((1..=MAX_TEMPLATES).contains(&kept), "{kept}");
+    }
+
+    #[test]
+    fn quota_of_a_client_takes_no_place() {
+        let quota = Quota::fixed_window(77, Duration::from_secs(77)).expect("valid");
+        let name = quota.default_policy_name();
+        let state = PolicyState::new(name, &quota, Decision::allow(77, 0));
+        assert!(Template::of(&state, false).is_none());
+    }
 }
