@@ -296,7 +296,7 @@ static SMALL_NUMBERS: [&str; 1_000] = {
             let digits = [number / 100, number / 10 % 10, number % 10];
             let mut at = 0;
             while at < digits.len() {
-                all[number][at] += digits[at] as u8;
+                all[number][at] = b"0123456789"[digits[at]];
                 at += 1;
             }
             number += 1;
