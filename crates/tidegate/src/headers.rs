@@ -110,7 +110,7 @@ pub fn for_each_header<'a>(
     with_x_headers: bool,
     mut header: impl FnMut(&'static str, &str),
 ) {
-    let (mut text, mut from) = (String::with_capacity(128), 0);
+    let (mut text, mut from) = (String::with_capacity(64), 0);
     write_headers(states, with_x_headers, &mut text, |name, text| {
         header(name.as_str(), &text[from..]);
         from = text.len();
@@ -129,7 +129,9 @@ pub(crate) enum RateLimitHeader {
 }
 
 impl RateLimitHeader {
-    pub(crate) const COUNT: usize = 6;
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Policy, Self::State, Self::RetryAfter, Self::Limit, Self::Remaining, Self::Reset];
+    pub(crate) const COUNT: usize = Self::ALL.len();
 
     pub(crate) fn as_str(self) -> &'static str {
         match self {
@@ -154,39 +156,37 @@ pub(crate) fn write_headers<'a>(
 ) {
     let binding = states.clone().min_by_key(|state| state.decision.rank());
     let Some(binding) = binding else { return };
-    let wait = binding.decision.retry_after;
-    let retry_after = (!binding.decision.allowed && !wait.is_zero()).then(|| seconds(wait));
+    let retry_after = binding.retry_after();
     let mut separator = "";
     for PolicyState { policy, quota, partition_key, .. } in states.clone() {
-        push_name(text, separator, policy);
-        push_number(text, ";q=", quota.burst());
-        push_number(text, ";w=", quota.drain_micros().div_ceil(1_000_000));
+        push_policy(text, separator, policy, quota);
         push_partition_key(text, partition_key);
         separator = SEPARATOR;
     }
     written(RateLimitHeader::Policy, text);
     separator = "";
     for state in states {
-        push_name(text, separator, state.policy);
-        push_number(text, ";r=", state.decision.remaining);
+        push_state_name(text, separator, state.policy);
+        push_number(text, state.decision.remaining);
         if let Some(wait) = state.more_after() {
-            push_number(text, ";t=", seconds(wait).min(retry_after.unwrap_or(u64::MAX)));
+            text.push_str(STATE_WAIT);
+            push_number(text, wait.min(retry_after.unwrap_or(u64::MAX)));
         }
         push_partition_key(text, state.partition_key);
         separator = SEPARATOR;
     }
     written(RateLimitHeader::State, text);
     if let Some(retry_after) = retry_after {
-        push_number(text, "", retry_after);
+        push_number(text, retry_after);
         written(RateLimitHeader::RetryAfter, text);
     }
     if with_x_headers {
-        push_number(text, "", binding.quota.burst());
+        push_number(text, binding.quota.burst());
         written(RateLimitHeader::Limit, text);
-        push_number(text, "", binding.decision.remaining);
+        push_number(text, binding.decision.remaining);
         written(RateLimitHeader::Remaining, text);
-        if binding.decision.allowed || retry_after.is_some() {
-            push_number(text, "", seconds(binding.decision.reset_after.max(wait)));
+        if let Some(reset) = binding.reset() {
+            push_number(text, reset);
             written(RateLimitHeader::Reset, text);
         }
     }
@@ -194,11 +194,43 @@ pub(crate) fn write_headers<'a>(
 
 /// Separator of the items of a list.
 const SEPARATOR: &str = ", ";
+/// Parameter of `ratelimit` for the time until there are more units.
+pub(crate) const STATE_WAIT: &str = ";t=";
+
+/// Appends an item of `ratelimit-policy`, without its partition key.
+pub(crate) fn push_policy(text: &mut String, separator: &str, policy: &str, quota: &Quota) {
+    push_name(text, separator, policy);
+    text.push_str(";q=");
+    push_number(text, quota.burst());
+    text.push_str(";w=");
+    push_number(text, quota.drain_micros().div_ceil(1_000_000));
+}
+
+/// Appends the start of an item of `ratelimit`, up to the number of units left.
+pub(crate) fn push_state_name(text: &mut String, separator: &str, policy: &str) {
+    push_name(text, separator, policy);
+    text.push_str(";r=");
+}
 
 impl PolicyState<'_> {
-    /// Returns the time until more quota becomes available. `None` if all of it is available, or if
-    /// no wait helps.
-    fn more_after(&self) -> Option<Duration> {
+    /// Returns the seconds of `retry-after`: those of a denial, unless no wait helps.
+    #[inline]
+    fn retry_after(&self) -> Option<u64> {
+        let wait = self.decision.retry_after;
+        (!self.decision.allowed && !wait.is_zero()).then(|| seconds(wait))
+    }
+
+    /// Returns the seconds of `x-ratelimit-reset`. `None` if no wait helps.
+    #[inline]
+    pub(crate) fn reset(&self) -> Option<u64> {
+        let Decision { allowed, retry_after, reset_after, .. } = self.decision;
+        (allowed || !retry_after.is_zero()).then(|| seconds(reset_after.max(retry_after)))
+    }
+
+    /// Returns the seconds until more quota becomes available. `None` if all of it is available, or
+    /// if no wait helps.
+    #[inline]
+    pub(crate) fn more_after(&self) -> Option<u64> {
         let Decision { allowed, remaining, retry_after, reset_after, source, .. } = self.decision;
         let is_bucket =
             matches!(self.quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
@@ -210,28 +242,33 @@ impl PolicyState<'_> {
         } else {
             reset_after
         };
-        Some(wait).filter(|wait| !wait.is_zero())
+        Some(seconds(wait)).filter(|wait| *wait > 0)
     }
 
     /// Returns the time until a bucket has one unit more: the time until it is full, less the time
     /// in which all further units arrive.
+    #[inline]
     fn next_unit_after(&self, remaining: u64, reset_after: Duration) -> Duration {
         let Some(further) = self.quota.burst().saturating_sub(remaining).checked_sub(1) else {
             return Duration::ZERO;
         };
+        if further == 0 {
+            return reset_after;
+        }
         let (refill, _) = mul_div_rem(further, self.quota.window_micros(), self.quota.limit());
         reset_after.saturating_sub(Duration::from_micros(refill))
     }
 }
 
 /// Returns whole seconds, rounded up.
+#[inline]
 pub(crate) fn seconds(duration: Duration) -> u64 {
     duration.as_secs() + u64::from(duration.subsec_nanos() > 0)
 }
 
-fn push_number(value: &mut String, name: &str, number: u64) {
-    value.push_str(name);
-    value.push_str(itoa::Buffer::new().format(number));
+#[inline]
+fn push_number(text: &mut String, number: u64) {
+    text.push_str(itoa::Buffer::new().format(number));
 }
 
 /// Appends the parameter `pk`, a byte sequence in Base64.

@@ -81,12 +81,13 @@ fn request_by_header_takes_two_allocations() {
 }
 
 #[test]
-fn request_by_policies_takes_three_more_for_the_selection() {
+fn request_by_policies_takes_two_more_for_the_selection() {
     let policy = Policy::builder("per-user", quota()).key(["header.x-user-id"]);
     let policies = Policies::new(vec![policy.build().expect("valid")]).expect("one policy");
     let layer = RateLimitLayer::with_policies(Limiter::new(MemoryStore::new()), policies);
     let count = allocations(layer.layer(Empty));
-    assert!(count <= 5, "{count} allocations");
+    // The list of the selected policies, and the key.
+    assert!(count <= 4, "{count} allocations");
 }
 
 /// Responses that are kept share the buffers of a thread, and keep their values.

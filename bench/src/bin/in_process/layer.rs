@@ -3,12 +3,13 @@
 use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::hint::black_box;
-use std::pin::pin;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use http::{Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use tidegate::layer::RateLimitLayer;
 use tidegate::{KeySource, Limiter, MemoryStore, Policies, Policy, Quota};
 use tidegate_bench::plan::Plan;
@@ -42,8 +43,66 @@ impl Service<Request<()>> for Empty {
     }
 }
 
-/// Measures the empty service, the layer with one quota, and the layer with one policy in turns.
-/// All limits count by a header.
+/// Layer that adds the same headers with constant values, by a copy of a map, and decides nothing:
+/// the lower bound that the header map of the `http` crate sets.
+struct ConstantHeaders<S> {
+    inner: S,
+    headers: Arc<HeaderMap>,
+}
+
+/// Future of [`ConstantHeaders`].
+struct WithHeaders<F> {
+    response: F,
+    headers: Arc<HeaderMap>,
+}
+
+impl ConstantHeaders<Empty> {
+    fn new() -> Self {
+        let header =
+            |(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value));
+        let headers = [
+            ("ratelimit-policy", "\"per-user\";q=1000000000;w=1"),
+            ("ratelimit", "\"per-user\";r=999999999;t=1"),
+            ("x-ratelimit-limit", "1000000000"),
+            ("x-ratelimit-remaining", "999999999"),
+            ("x-ratelimit-reset", "1"),
+        ];
+        Self { inner: Empty, headers: Arc::new(headers.map(header).into_iter().collect()) }
+    }
+}
+
+impl<S: Service<Request<()>, Response = Response<()>>> Service<Request<()>> for ConstantHeaders<S>
+where
+    S::Future: Unpin,
+{
+    type Response = Response<()>;
+    type Error = S::Error;
+    type Future = WithHeaders<S::Future>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<()>) -> Self::Future {
+        WithHeaders { response: self.inner.call(request), headers: Arc::clone(&self.headers) }
+    }
+}
+
+impl<F, E> Future for WithHeaders<F>
+where
+    F: Future<Output = Result<Response<()>, E>> + Unpin,
+{
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut response = std::task::ready!(Pin::new(&mut self.response).poll(context))?;
+        response.headers_mut().clone_from(&self.headers);
+        Poll::Ready(Ok(response))
+    }
+}
+
+/// Measures the empty service, a layer with constant headers, the layer with one quota, and the
+/// layer with one policy in turns. All limits count by a header.
 pub(crate) fn run(plan: Plan) -> Result<()> {
     let mut results = Results::new("layer", plan);
     let quota = Quota::token_bucket(1_000_000_000, Duration::from_secs(1))?;
@@ -58,6 +117,7 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
     for round in 0..=plan.rounds() {
         let turns = [
             ("empty service", turn(&mut Empty, plan, 0)?),
+            ("constant headers", turn(&mut ConstantHeaders::new(), plan, HEADERS)?),
             ("one quota", turn(&mut by_quota, plan, HEADERS)?),
             ("one policy", turn(&mut by_policies, plan, HEADERS)?),
         ];

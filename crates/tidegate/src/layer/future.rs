@@ -67,7 +67,7 @@ where
         match self.project().state.project() {
             Projected::Called { response, headers } => {
                 let mut response = ready!(response.poll(context))?;
-                std::mem::take(headers).add_to(response.headers_mut());
+                headers.add_to(response.headers_mut());
                 Poll::Ready(Ok(response.map(Body::of_service)))
             }
             Projected::Response { response } => match response.take() {

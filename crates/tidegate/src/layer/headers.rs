@@ -1,12 +1,12 @@
 //! Rate limit headers as typed HTTP headers.
 
-use std::cell::Cell;
-use std::sync::LazyLock;
+use std::cell::{Cell, RefCell};
 
 use bytes::{Bytes, BytesMut};
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
+use super::templates::Template;
 use crate::headers::{self, PolicyState, RateLimitHeader};
 
 /// Passes the headers for these decisions, those of [`headers::for_each_header`], to `insert`.
@@ -44,106 +44,233 @@ pub fn for_each_header_value<'a>(
     with_x_headers: bool,
     mut insert: impl FnMut(HeaderName, HeaderValue),
 ) {
-    RenderedHeaders::new(states, with_x_headers).for_each(|header, value| {
+    RenderedHeaders::new(states, with_x_headers, false).for_each(|header, value| {
         insert(typed(header), value);
     });
 }
 
-/// Rate limit headers of one response. Their values share one buffer.
+/// Rate limit headers of one response, without the memory of a map. Their values share one buffer.
 #[derive(Debug, Default)]
-pub(super) struct RenderedHeaders {
-    text: Bytes,
-    /// Each header, and the length of its value.
-    values: [Option<(RateLimitHeader, usize)>; RateLimitHeader::COUNT],
+pub(super) enum RenderedHeaders {
+    #[default]
+    None,
+    /// Those of an admitted request that one limit applies to.
+    Usual(UsualHeaders),
+    Other {
+        text: Bytes,
+        /// Length of each value, 0 if it is absent.
+        lengths: [usize; RateLimitHeader::COUNT],
+    },
 }
 
-/// Memory that the responses of a thread share, so that most of them allocate none.
-#[derive(Default)]
-struct Buffers {
-    text: String,
-    shared: BytesMut,
+/// Headers of an admitted request that one limit applies to, with the older ones.
+#[derive(Debug)]
+pub(super) struct UsualHeaders {
+    template: &'static Template,
+    /// Value of `ratelimit`, then that of `x-ratelimit-reset` if it is not small.
+    text: Bytes,
+    remaining: u64,
+    reset: u64,
+    /// Length of the value of `ratelimit`.
+    state_length: usize,
+    /// Length of the number of units left.
+    remaining_length: usize,
 }
 
 /// Size of the memory that values are written to. A response that is kept keeps all of it.
 const SHARED_BYTES: usize = 1_024;
 
-const USUAL_HEADERS: [RateLimitHeader; 5] = [
-    RateLimitHeader::Policy,
-    RateLimitHeader::State,
-    RateLimitHeader::Limit,
-    RateLimitHeader::Remaining,
-    RateLimitHeader::Reset,
-];
-
-/// Map with the usual headers in their order, and without their values.
-static USUAL: LazyLock<HeaderMap> = LazyLock::new(|| {
-    let empty = |header| (typed(header), HeaderValue::from_static(""));
-    USUAL_HEADERS.map(empty).into_iter().collect()
-});
-
 thread_local! {
-    static BUFFERS: Cell<Option<Buffers>> = const { Cell::new(None) };
+    /// Memory that the responses of a thread share, so that most of them allocate none.
+    static SHARED: RefCell<BytesMut> = RefCell::new(BytesMut::with_capacity(SHARED_BYTES));
+    static TEXT: Cell<String> = const { Cell::new(String::new()) };
+}
+
+/// Writes to the memory that the responses of a thread share. `write` calls no other code.
+#[inline]
+fn write_shared<T>(write: impl Fn(&mut BytesMut) -> T) -> T {
+    let written = SHARED.try_with(|shared| write(&mut shared.borrow_mut()));
+    // The thread is ending.
+    written.unwrap_or_else(|_| write(&mut BytesMut::new()))
+}
+
+impl UsualHeaders {
+    /// Renders the headers of an admitted request; `None` if there is no template.
+    #[inline]
+    fn new(state: &PolicyState<'_>, any_name: bool) -> Option<Self> {
+        let template = Template::of(state, any_name)?;
+        let (remaining, reset) = (state.decision.remaining, state.reset()?);
+        let wait = state.more_after();
+        let start = template.state_start.as_bytes();
+        write_shared(|bytes| {
+            bytes.reserve(start.len() + MAX_NUMBERS);
+            bytes.extend_from_slice(start);
+            push_number(bytes, remaining);
+            let remaining_length = bytes.len() - start.len();
+            if let Some(wait) = wait {
+                bytes.extend_from_slice(headers::STATE_WAIT.as_bytes());
+                push_number(bytes, wait);
+            }
+            let state_length = bytes.len();
+            if small_number(reset).is_none() {
+                push_number(bytes, reset);
+            }
+            let text = bytes.split().freeze();
+            Some(Self { template, text, remaining, reset, state_length, remaining_length })
+        })
+    }
+
+    /// Returns the value of `x-ratelimit-remaining`, which is a part of `ratelimit`.
+    #[inline]
+    fn remaining(&self) -> Option<HeaderValue> {
+        if let Some(number) = small_number(self.remaining) {
+            return Some(HeaderValue::from_static(number));
+        }
+        let start = self.template.state_start.len();
+        shared(self.text.slice(start..start + self.remaining_length))
+    }
+
+    /// Returns the value of `x-ratelimit-reset`, and leaves only that of `ratelimit` in the text.
+    #[inline]
+    fn split_reset(&mut self) -> Option<HeaderValue> {
+        match small_number(self.reset) {
+            Some(number) => Some(HeaderValue::from_static(number)),
+            None => shared(self.text.split_off(self.state_length)),
+        }
+    }
+
+    /// Creates the map of a response that has no other headers.
+    #[inline]
+    fn create_map(&mut self, headers: &mut HeaderMap) {
+        let (remaining, reset) = (self.remaining(), self.split_reset());
+        let state = shared(std::mem::take(&mut self.text));
+        let (Some(state), Some(remaining), Some(reset)) = (state, remaining, reset) else { return };
+        headers.clone_from(&self.template.headers);
+        let mut places = headers.values_mut();
+        // In the order of the template.
+        if let (_, Some(place)) = (places.next(), places.next()) {
+            *place = state;
+        }
+        if let (_, Some(place)) = (places.next(), places.next()) {
+            *place = remaining;
+        }
+        if let Some(place) = places.next() {
+            *place = reset;
+        }
+    }
+}
+
+/// Length of the parts of [`UsualHeaders::text`] after its start: three numbers, and a name.
+const MAX_NUMBERS: usize = 3 * 20 + headers::STATE_WAIT.len();
+
+#[inline]
+fn push_number(bytes: &mut BytesMut, number: u64) {
+    match small_number(number) {
+        Some(number) => bytes.extend_from_slice(number.as_bytes()),
+        None => bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes()),
+    }
+}
+
+/// Returns a value in shared memory. Its bytes are printable, so there always is one.
+#[inline]
+fn shared(bytes: Bytes) -> Option<HeaderValue> {
+    HeaderValue::from_maybe_shared(bytes).ok()
 }
 
 impl RenderedHeaders {
+    /// Renders the headers of all limits. `any_name` is that of [`Template::of`].
+    #[inline]
     pub(super) fn new<'a>(
+        states: impl Iterator<Item = PolicyState<'a>> + Clone,
+        with_x_headers: bool,
+        any_name: bool,
+    ) -> Self {
+        let mut all = states.clone();
+        let Some(first) = all.next() else { return Self::None };
+        if with_x_headers
+            && first.decision.allowed
+            && first.partition_key.is_none()
+            && all.next().is_none()
+            && let Some(usual) = UsualHeaders::new(&first, any_name)
+        {
+            return Self::Usual(usual);
+        }
+        Self::other(states, with_x_headers)
+    }
+
+    /// Renders the headers of one limit.
+    #[inline]
+    pub(super) fn of_one(state: PolicyState<'_>, with_x_headers: bool) -> Self {
+        Self::new(std::iter::once(state), with_x_headers, true)
+    }
+
+    #[inline(never)]
+    fn other<'a>(
         states: impl Iterator<Item = PolicyState<'a>> + Clone,
         with_x_headers: bool,
     ) -> Self {
         // Taken, not borrowed: `states` may call a closure of the caller, which may come here.
-        let kept = BUFFERS.try_with(Cell::take).ok().flatten();
-        let Buffers { mut text, mut shared } = kept.unwrap_or_else(|| Buffers {
-            text: String::with_capacity(256),
-            shared: BytesMut::with_capacity(SHARED_BYTES),
-        });
-        let mut rendered = Self::default();
-        let (mut slots, mut from) = (rendered.values.iter_mut(), 0);
+        let mut text = TEXT.try_with(Cell::take).unwrap_or_default();
+        let (mut lengths, mut from) = ([0; RateLimitHeader::COUNT], 0);
         headers::write_headers(states, with_x_headers, &mut text, |header, text| {
-            if let Some(slot) = slots.next() {
-                *slot = Some((header, text.len() - from));
-                from = text.len();
-            }
+            lengths[header as usize] = text.len() - from;
+            from = text.len();
         });
-        if text.is_empty() {
-            return rendered;
-        }
-        shared.extend_from_slice(text.as_bytes());
-        rendered.text = shared.split().freeze();
+        let bytes = write_shared(|bytes| {
+            bytes.extend_from_slice(text.as_bytes());
+            bytes.split().freeze()
+        });
         if text.len() <= SHARED_BYTES {
             text.clear();
-            let _ = BUFFERS.try_with(|buffers| buffers.set(Some(Buffers { text, shared })));
+            let _ = TEXT.try_with(|kept| kept.set(text));
         }
-        rendered
+        Self::Other { text: bytes, lengths }
     }
 
-    fn for_each(mut self, mut insert: impl FnMut(RateLimitHeader, HeaderValue)) {
-        for (header, length) in self.values.iter().flatten() {
-            if let Ok(value) = HeaderValue::from_maybe_shared(self.text.split_to(*length)) {
-                insert(*header, value);
+    fn for_each(&mut self, mut insert: impl FnMut(RateLimitHeader, HeaderValue)) {
+        match self {
+            Self::None => {}
+            Self::Usual(usual) => {
+                let (remaining, reset) = (usual.remaining(), usual.split_reset());
+                let values = [
+                    (RateLimitHeader::Policy, Some(usual.template.policy.clone())),
+                    (RateLimitHeader::State, shared(std::mem::take(&mut usual.text))),
+                    (RateLimitHeader::Limit, Some(usual.template.limit.clone())),
+                    (RateLimitHeader::Remaining, remaining),
+                    (RateLimitHeader::Reset, reset),
+                ];
+                for (header, value) in values {
+                    if let Some(value) = value {
+                        insert(header, value);
+                    }
+                }
+            }
+            Self::Other { text, lengths } => {
+                for (header, length) in RateLimitHeader::ALL.into_iter().zip(lengths) {
+                    if *length > 0
+                        && let Some(value) = shared(text.split_to(*length))
+                    {
+                        insert(header, value);
+                    }
+                }
             }
         }
-    }
-
-    /// Returns whether these are the headers of an admitted request, with the older ones.
-    fn are_usual(&self) -> bool {
-        let headers = self.values.iter().flatten().map(|(header, _)| *header);
-        headers.eq(USUAL_HEADERS)
     }
 
     /// Adds the headers to a response. Lists are appended to those of an inner layer; of headers
     /// with a single value, that of the inner layer stays.
-    pub(super) fn add_to(self, headers: &mut HeaderMap) {
-        if headers.capacity() == 0 && self.are_usual() {
-            // A copy of a map with the same names saves the hashes of five names.
-            headers.clone_from(&USUAL);
-            let mut values = headers.values_mut();
-            self.for_each(|_, value| {
-                if let Some(place) = values.next() {
-                    *place = value;
-                }
-            });
-            return;
+    #[inline]
+    pub(super) fn add_to(&mut self, headers: &mut HeaderMap) {
+        match self {
+            Self::None => {}
+            Self::Usual(usual) if headers.capacity() == 0 => usual.create_map(headers),
+            other => other.add_one_by_one(headers),
         }
+    }
+
+    #[inline(never)]
+    fn add_one_by_one(&mut self, headers: &mut HeaderMap) {
+        headers.reserve(RateLimitHeader::COUNT);
         self.for_each(|header, value| match header {
             RateLimitHeader::Policy | RateLimitHeader::State => {
                 headers.append(typed(header), value);
@@ -155,9 +282,43 @@ impl RenderedHeaders {
     }
 }
 
+/// Returns a small number as text that needs no memory.
+#[inline]
+fn small_number(number: u64) -> Option<&'static str> {
+    SMALL_NUMBERS.get(usize::try_from(number).ok()?).copied()
+}
+
+static SMALL_NUMBERS: [&str; 1_000] = {
+    const DIGITS: [[u8; 3]; 1_000] = {
+        let mut all = [[b'0'; 3]; 1_000];
+        let mut number = 0;
+        while number < all.len() {
+            let digits = [number / 100, number / 10 % 10, number % 10];
+            let mut at = 0;
+            while at < digits.len() {
+                all[number][at] = b"0123456789"[digits[at]];
+                at += 1;
+            }
+            number += 1;
+        }
+        all
+    };
+    let mut all = [""; 1_000];
+    let mut number = 0;
+    while number < all.len() {
+        let zeros = (number < 10) as usize + (number < 100) as usize;
+        let digits: &'static [u8; 3] = &DIGITS[number];
+        if let Ok(text) = str::from_utf8(digits.split_at(zeros).1) {
+            all[number] = text;
+        }
+        number += 1;
+    }
+    all
+};
+
 /// Returns a name that is known at compile time: parsing it again would cost as much as the
 /// decision.
-fn typed(header: RateLimitHeader) -> HeaderName {
+pub(super) fn typed(header: RateLimitHeader) -> HeaderName {
     const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
     const STATE: HeaderName = HeaderName::from_static("ratelimit");
     const LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
@@ -201,5 +362,45 @@ mod tests {
             assert!(typed.len() <= RateLimitHeader::COUNT && !typed.is_empty());
         }
         for_each_header_value(std::iter::empty(), true, |name, _| panic!("{name} without a limit"));
+    }
+
+    /// Returns the headers that a response has, in their order.
+    fn added(state: PolicyState<'_>, mut response: HeaderMap) -> Vec<(String, String)> {
+        RenderedHeaders::of_one(state, true).add_to(&mut response);
+        let text = |value: &HeaderValue| value.to_str().expect("text").to_owned();
+        response.iter().map(|(name, value)| (name.to_string(), text(value))).collect()
+    }
+
+    #[test]
+    fn headers_from_a_template_equal_the_plain_ones() {
+        let numbers = [0, 1, 9, 10, 99, 100, 999, 1_000, 9_999, u64::from(u32::MAX)];
+        let day = Duration::from_secs(86_400);
+        // Names that share a hash of their ends, and one that is too long for a template.
+        let long = "n".repeat(300);
+        for name in ["per-user", "x-per-user", "odd \"name\" 50%", "p", "", &long] {
+            for (burst, reset_after) in numbers.into_iter().zip(numbers.into_iter().rev()) {
+                let quota = Quota::token_bucket(burst.max(1), day).expect("valid");
+                for remaining in numbers.into_iter().filter(|number| *number <= burst) {
+                    let reset_after = Duration::from_secs(reset_after);
+                    let decision = Decision::allow(burst, remaining).with_reset_after(reset_after);
+                    let state = PolicyState::new(name, &quota, decision);
+                    let plain = headers::to_headers(&[state], true).into_iter();
+                    let plain: Vec<_> =
+                        plain.map(|(name, value)| (name.to_owned(), value)).collect();
+                    assert_eq!(added(state, HeaderMap::new()), plain);
+                    // A response that has headers already.
+                    assert_eq!(added(state, HeaderMap::with_capacity(1)), plain);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_numbers_are_their_text() {
+        for number in 0..1_000 {
+            assert_eq!(small_number(number), Some(number.to_string().as_str()));
+        }
+        assert_eq!(small_number(1_000), None);
+        assert_eq!(small_number(u64::MAX), None);
     }
 }

@@ -3,8 +3,11 @@
 use std::future::Future;
 use std::time::Duration;
 
+use http::HeaderMap;
 use http::request::Parts;
 
+use crate::decision::Decision;
+use crate::headers::PolicyState;
 use crate::limiter::Error;
 use crate::policy::PolicyDecisions;
 
@@ -110,6 +113,27 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
         parts: &'a Parts,
     ) -> Option<Result<PolicyDecisions<'a>, Error>> {
         let _ = (snapshot, parts);
+        None
+    }
+
+    /// Decides a request by its headers alone, if that is possible and takes no wait, neither for
+    /// the decision nor in a queue: the layer then need not take the request apart. `None`, the
+    /// default, if it is not; nothing was taken then.
+    #[doc(hidden)]
+    fn acquire_by_headers<'a>(&'a self, headers: &HeaderMap) -> Option<PolicyState<'a>> {
+        let _ = headers;
+        None
+    }
+
+    /// Returns the decisions on a request that [`acquire_by_headers`](Self::acquire_by_headers) has
+    /// denied.
+    #[doc(hidden)]
+    fn denied_by_headers<'a>(
+        &'a self,
+        parts: &'a Parts,
+        decision: Decision,
+    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
+        let _ = (parts, decision);
         None
     }
 

@@ -2,16 +2,25 @@
 
 use std::borrow::Cow;
 use std::net::IpAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use http::header::{COOKIE, HeaderName};
+use http::header::{
+    AUTHORIZATION, COOKIE, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHORIZATION,
+};
 use http::request::Parts;
+use tracing::level_filters::LevelFilter;
 
 use super::request_limiter::RequestLimiter;
-use super::request_parts::{Peer, RequestParts};
+use super::request_parts::{Peer, RequestParts, has_repeated_names};
+use crate::algorithm::Algorithm;
+use crate::charge::Charge;
 use crate::client_ip::ClientIp;
+use crate::decision::Decision;
+use crate::headers::PolicyState;
 use crate::limiter::{Error, Limiter};
 use crate::policy::{
     Attributes as _, KeySource, Observer, OnStoreFailure, Policies, PolicyDecisions, PolicyLimiter,
@@ -91,8 +100,13 @@ pub(super) enum KeySelector {
     /// All requests together.
     All,
     Source(KeySource),
-    /// One header, whose name needs no parsing.
-    Header(KeySource, HeaderName),
+    /// One header, whose name needs no parsing. `is_plain`: its normal form is the value without
+    /// spaces around it.
+    Header {
+        source: KeySource,
+        name: HeaderName,
+        is_plain: bool,
+    },
     Custom(Arc<KeyFn>),
 }
 
@@ -102,7 +116,10 @@ impl From<KeySource> for KeySelector {
         // Cookies may be split into several headers.
         let header = header.and_then(|name| name.parse().ok()).filter(|name| *name != COOKIE);
         match header {
-            Some(name) => Self::Header(source, name),
+            Some(name) => {
+                let is_plain = ![AUTHORIZATION, PROXY_AUTHORIZATION].contains(&name);
+                Self::Header { source, name, is_plain }
+            }
             None => Self::Source(source),
         }
     }
@@ -134,6 +151,13 @@ pub struct RequestOptions {
 pub trait ConfigureRequest: RequestLimiter {
     #[doc(hidden)]
     fn options(&mut self) -> &mut RequestOptions;
+}
+
+/// Returns a value that is a key as it is: ASCII, not empty, and without spaces around it.
+#[inline]
+fn plain_text(value: &HeaderValue) -> Option<&str> {
+    let (first, last) = (value.as_bytes().first()?, value.as_bytes().last()?);
+    if first.is_ascii_graphic() && last.is_ascii_graphic() { value.to_str().ok() } else { None }
 }
 
 impl Default for RequestOptions {
@@ -175,7 +199,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
         let key = match &self.key {
             KeySelector::All => Some(Cow::Borrowed("all")),
             KeySelector::Custom(key) => key(parts),
-            KeySelector::Header(source, name) => {
+            KeySelector::Header { source, name, .. } => {
                 let mut values = parts.headers.get_all(name).iter();
                 let value = values.next().map(|value| text(value.as_bytes()));
                 source.read_one(value, values.next().is_some(), self.policy_name())?
@@ -244,6 +268,40 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
             Ok(None) => Ok(PolicyDecisions::default()),
             Err(error) => Err(error),
         })
+    }
+
+    #[inline]
+    fn acquire_by_headers<'a>(&'a self, headers: &HeaderMap) -> Option<PolicyState<'a>> {
+        let limiter = self.limiter.limiter();
+        let KeySelector::Header { name, is_plain: true, .. } = &self.key else { return None };
+        if self.options.cost.is_some()
+            || self.quota.algorithm() == Algorithm::LeakyBucket
+            || !limiter.store().decides_at_once()
+            // A span needs the whole decision.
+            || LevelFilter::current() >= LevelFilter::DEBUG
+            || has_repeated_names(headers)
+        {
+            return None;
+        }
+        let key = plain_text(headers.get(name)?)?;
+        let policy = self.policy_name();
+        let charge = Charge::new(key, &self.quota)
+            .with_policy(policy)
+            .with_on_store_failure(self.on_store_failure);
+        // An error has taken nothing, and is the same again.
+        match pin!(limiter.acquire(&charge)).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(Ok(decision)) => Some(PolicyState::new(policy, &self.quota, decision)),
+            _ => None,
+        }
+    }
+
+    fn denied_by_headers<'a>(
+        &'a self,
+        parts: &'a Parts,
+        decision: Decision,
+    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
+        let charge = self.charge(parts).transpose()?;
+        Some(charge.map(|charge| PolicyDecisions::of_denial(charge, decision)))
     }
 
     async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {

@@ -227,29 +227,43 @@ impl Attributes for RequestParts<'_> {
             "method" => self.method.map(Cow::Borrowed),
             "path" => self.path.map(Cow::Borrowed),
             "host" => self.host(),
-            _ => match name.split_once('.') {
-                Some(("header", name)) => self.header(name),
-                Some(("query", name)) => self.queries(name).next(),
-                Some(("cookie", name)) => self.cookies(name).next(),
-                _ => self.custom?.0.get(name).map(|value| Cow::Borrowed(value.as_str())),
-            },
+            _ => {
+                if let Some(name) = name.strip_prefix("header.") {
+                    self.header(name)
+                } else if let Some(name) = name.strip_prefix("query.") {
+                    self.queries(name).next()
+                } else if let Some(name) = name.strip_prefix("cookie.") {
+                    self.cookies(name).next()
+                } else {
+                    self.custom?.0.get(name).map(|value| Cow::Borrowed(value.as_str()))
+                }
+            }
         }
     }
 
     fn is_ambiguous(&self, name: &str) -> bool {
-        match name.split_once('.') {
+        if let Some(name) = name.strip_prefix("header.") {
             // Cookies may be split into several headers.
-            Some(("header", name)) if name.eq_ignore_ascii_case(COOKIE.as_str()) => false,
-            Some(("header", name)) => self.headers.get_all(name).iter().nth(1).is_some(),
-            Some(("query", name)) => differ(self.queries(name)),
-            Some(("cookie", name)) => differ(self.cookies(name)),
-            _ => false,
+            has_repeated_names(self.headers)
+                && !name.eq_ignore_ascii_case(COOKIE.as_str())
+                && self.headers.get_all(name).iter().nth(1).is_some()
+        } else if let Some(name) = name.strip_prefix("query.") {
+            differ(self.queries(name))
+        } else if let Some(name) = name.strip_prefix("cookie.") {
+            differ(self.cookies(name))
+        } else {
+            false
         }
     }
 
     fn lacks_peer(&self) -> bool {
         self.address.get().is_some_and(Option::is_none)
     }
+}
+
+/// Returns whether any header has several values, which most requests have none of.
+pub(super) fn has_repeated_names(headers: &HeaderMap) -> bool {
+    headers.len() != headers.keys_len()
 }
 
 /// Returns whether any two values differ.

@@ -13,7 +13,7 @@ use super::body::Body;
 use super::grpc::{self, Code};
 use super::headers::RenderedHeaders;
 use crate::charge::ChargeError;
-use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
+use crate::headers::{PolicyState, QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
 use crate::limiter::Error;
 use crate::policy::{PathError, PolicyDecision, PolicyDecisions, SelectError};
 
@@ -154,13 +154,19 @@ impl Responses {
         (self.on_error)(error).map(Body::of_layer)
     }
 
+    /// Returns the headers of a response that one limit applies to.
+    #[inline]
+    pub(super) fn headers_of_one(&self, state: PolicyState<'_>) -> RenderedHeaders {
+        RenderedHeaders::of_one(state, self.x_ratelimit_headers)
+    }
+
     /// Returns the headers of a response.
     pub(super) fn headers(&self, decisions: &PolicyDecisions<'_>) -> RenderedHeaders {
         match &self.partition_key {
-            None => RenderedHeaders::new(decisions.header_states(), self.x_ratelimit_headers),
+            None => RenderedHeaders::new(decisions.header_states(), self.x_ratelimit_headers, true),
             Some(partition_key) => {
                 let states = decisions.header_states_with(|entry| partition_key(entry));
-                RenderedHeaders::new(states, self.x_ratelimit_headers)
+                RenderedHeaders::new(states, self.x_ratelimit_headers, true)
             }
         }
     }

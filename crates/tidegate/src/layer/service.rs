@@ -16,6 +16,7 @@ use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
 use super::{LayerState, grpc};
+use crate::decision::Decision;
 use crate::limiter::Error;
 use crate::policy::PolicyDecisions;
 
@@ -97,60 +98,80 @@ where
         self.inner.poll_ready(context)
     }
 
+    #[inline]
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let shared = &self.shared;
+        let shared = &*self.shared;
         if shared.exempt_preflight && is_preflight(&request) {
             return ResponseFuture::called(self.inner.call(request), RenderedHeaders::default());
         }
-        let (parts, body) = request.into_parts();
-        let snapshot = shared.limiter.snapshot();
-        let decided = shared.limiter.acquire_at_once(&snapshot, &parts).map(|decided| match shared
-            .admitted(&parts, decided)
+        let mut decided = None;
+        if shared.decides_by_headers()
+            && let Some(state) = shared.limiter.acquire_by_headers(request.headers())
         {
-            Err(response) => Outcome::Response(response),
-            Ok(decisions) if decisions.delay().is_zero() && shared.refund_on.is_none() => {
-                Outcome::Admitted(shared.responses.headers(&decisions))
+            if state.decision.allowed {
+                let headers = shared.responses.headers_of_one(state);
+                return ResponseFuture::called(self.inner.call(request), headers);
             }
-            Ok(decisions) => Outcome::Open(decisions.into_owned()),
-        });
-        let request = (parts, body);
-        match decided {
-            Some(Outcome::Admitted(headers)) => {
-                let (parts, body) = request;
-                ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
-            }
-            Some(Outcome::Open(decisions)) => {
-                let (shared, ready) = (Arc::clone(shared), self.take_ready());
-                ResponseFuture::boxed(Box::pin(async move {
-                    call_admitted(&shared, &snapshot, decisions, ready, request).await
-                }))
-            }
-            Some(Outcome::Response(response)) => ResponseFuture::of_layer(response),
-            None => {
-                let (shared, ready) = (Arc::clone(shared), self.take_ready());
-                ResponseFuture::boxed(Box::pin(call_limited(shared, snapshot, ready, request)))
-            }
+            decided = Some(state.decision);
         }
+        self.call_with_parts(request, decided)
     }
 }
 
 impl<S: Clone, G> RateLimit<S, G> {
+    /// Calls the service with a request that was not admitted by its headers alone. `decided` is
+    /// the denial, if there is one already.
+    fn call_with_parts<B, R>(
+        &mut self,
+        request: Request<B>,
+        decided: Option<Decision>,
+    ) -> ResponseFuture<S::Future, R, S::Error>
+    where
+        S: Service<Request<B>, Response = Response<R>> + Send + 'static,
+        S::Future: Send,
+        S::Error: Send,
+        G: RequestLimiter,
+        B: Send + 'static,
+        R: Send + 'static,
+    {
+        let shared = &self.shared;
+        let (parts, body) = request.into_parts();
+        let snapshot = shared.limiter.snapshot();
+        let decided = match decided {
+            Some(decision) => shared.limiter.denied_by_headers(&parts, decision),
+            None => shared.limiter.acquire_at_once(&snapshot, &parts),
+        };
+        match decided {
+            Some(Ok(decisions)) if shared.is_admission(&decisions) => {
+                let headers = shared.responses.headers(&decisions);
+                drop(decisions);
+                ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
+            }
+            Some(decided) => match shared.admitted(&parts, decided) {
+                Ok(decisions) => {
+                    let (shared, decisions) = (Arc::clone(shared), decisions.into_owned());
+                    let ready = self.take_ready();
+                    ResponseFuture::boxed(Box::pin(async move {
+                        let request = (parts, body);
+                        call_admitted(&shared, &snapshot, decisions, ready, request).await
+                    }))
+                }
+                Err(response) => ResponseFuture::of_layer(response),
+            },
+            None => {
+                let (shared, ready, request) =
+                    (Arc::clone(shared), self.take_ready(), (parts, body));
+                ResponseFuture::boxed(Box::pin(call_limited(shared, snapshot, ready, request)))
+            }
+        }
+    }
+
     /// Returns the instance that was polled ready, for a future that calls it; its clone, which
     /// stays, may not be.
     fn take_ready(&mut self) -> S {
         let clone = self.inner.clone();
         std::mem::replace(&mut self.inner, clone)
     }
-}
-
-/// Decision on a request that was made when the service was called.
-enum Outcome<R> {
-    /// The request is admitted, and only the headers are left to be added.
-    Admitted(RenderedHeaders),
-    /// The request is admitted, but it has to wait for its turn, or may be refunded.
-    Open(PolicyDecisions<'static>),
-    /// The layer itself responds.
-    Response(Response<Body<R>>),
 }
 
 async fn call_limited<S, G, B, R>(
@@ -205,6 +226,18 @@ fn without_body_for_head<R>(method: &Method, response: Response<Body<R>>) -> Res
 }
 
 impl<G> LayerState<G> {
+    /// Returns whether nothing but the headers of a response depends on an admission.
+    #[inline]
+    fn decides_by_headers(&self) -> bool {
+        self.refund_on.is_none() && self.responses.partition_key.is_none()
+    }
+
+    /// Returns whether the request is admitted, and only its headers are left to be added: it has
+    /// not to wait for its turn, and will not be refunded.
+    fn is_admission(&self, decisions: &PolicyDecisions<'_>) -> bool {
+        self.refund_on.is_none() && decisions.is_allowed() && decisions.delay().is_zero()
+    }
+
     /// Returns the decisions of a request that is admitted, or the response to any other.
     #[expect(clippy::result_large_err, reason = "the error is a response")]
     fn admitted<'a, R>(

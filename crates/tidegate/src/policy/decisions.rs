@@ -137,6 +137,14 @@ impl DerefMut for Entries<'_> {
 }
 
 impl<'a> PolicyDecisions<'a> {
+    /// Creates the answer to a request with one charge, which is denied: nothing can be refunded.
+    #[cfg(feature = "tower")]
+    pub(crate) fn of_denial(charge: PreparedCharge<'a>, decision: Decision) -> Self {
+        let mut entry = PolicyDecision::new(charge, 0);
+        entry.set(decision);
+        Self { asked_at: Timestamp::ZERO, decisions: Entries::One(entry) }
+    }
+
     /// Returns whether the request may pass.
     #[must_use]
     pub fn is_allowed(&self) -> bool {

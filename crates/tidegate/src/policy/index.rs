@@ -4,6 +4,7 @@
 //! attribute, or in the list that is always tried. A request is searched for by its path prefixes
 //! and values, so the work grows with the depth of its path, not with the number of policies.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::pattern::Pattern;
@@ -58,7 +59,10 @@ impl Index {
 
     /// Returns the positions of the candidates, in the order of the policies and without
     /// duplicates.
-    pub(super) fn candidates(&self, request: &RequestValues<'_>) -> Vec<usize> {
+    pub(super) fn candidates(&self, request: &RequestValues<'_>) -> Cow<'_, [usize]> {
+        if self.by_path.is_empty() && self.by_value.is_empty() {
+            return Cow::Borrowed(&self.always);
+        }
         let mut found = self.always.clone();
         if let Some(path) = request.path().filter(|_| !self.by_path.is_empty()) {
             let ends =
@@ -74,7 +78,7 @@ impl Index {
         }
         found.sort_unstable();
         found.dedup();
-        found
+        Cow::Owned(found)
     }
 }
 
@@ -131,6 +135,6 @@ mod tests {
         let request =
             BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
         let request = RequestValues::new(&request, Some("/service-300/items/7"));
-        assert_eq!(index.candidates(&request), [300, 302]);
+        assert_eq!(*index.candidates(&request), [300, 302]);
     }
 }

@@ -221,8 +221,8 @@ impl Policies {
         let path = path.as_deref().map(|path| self.path_rules.matched(path)).transpose();
         let path = path.map_err(SelectError::Path)?;
         let request = RequestValues::new(attributes, path.as_deref());
-        for position in self.index.candidates(&request) {
-            let policy = &self.all[position];
+        for position in self.index.candidates(&request).iter() {
+            let policy = &self.all[*position];
             if policy.applies_to(&request)? && filter(policy) {
                 policy.add_to(&mut selection, &request, cost)?;
             }
