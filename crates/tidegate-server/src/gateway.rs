@@ -81,7 +81,7 @@ pub(crate) fn service(
         underscore_headers: settings.underscore_headers,
     };
     let gateway = LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy)));
-    Ok(ObservedGateway { gateway, state: Arc::clone(state), telemetry })
+    Ok(ObservedGateway::new(gateway, Arc::clone(state), telemetry))
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,
@@ -156,12 +156,14 @@ impl Proxy {
             *head.extensions.get::<Peer>().ok_or(ProxyError::Ambiguous("the peer is unknown"))?;
         let protocol = head::upgrade(head.version, &head.headers);
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
-        let active = self.state.active();
-        let dropped = DroppedHeaders {
-            underscored: !self.underscore_headers,
-            method_overrides: active.reads_method,
-        };
-        head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
+        {
+            let active = self.state.active_guard();
+            let dropped = DroppedHeaders {
+                underscored: !self.underscore_headers,
+                method_overrides: active.reads_method,
+            };
+            head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
+        }
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let upload = IdleTimeoutBody::new(body, self.idle_timeout, self.min_upload_rate);

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use http::uri::PathAndQuery;
 use http::{Request, Response, Uri};
+use http_body::Body as _;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
@@ -41,6 +42,9 @@ pub(super) enum ClientError {
     Connect(#[source] axum::BoxError),
     #[error("no response in time")]
     Timeout,
+    /// The response to a safe request needs a connection that takes more headers.
+    #[error("the response has more than 100 headers")]
+    ManyHeaders,
     #[error("the request failed")]
     Http1 {
         source: hyper::Error,
@@ -56,7 +60,7 @@ impl ClientError {
         match self {
             Self::Connect(_) => true,
             Self::Http2(error) => error.is_connect(),
-            Self::Timeout | Self::Http1 { .. } => false,
+            Self::Timeout | Self::ManyHeaders | Self::Http1 { .. } => false,
         }
     }
 
@@ -65,7 +69,7 @@ impl ClientError {
         match self {
             Self::Http1 { progress, .. } => Some(progress.clone()),
             Self::Http2(error) => Progress::of(error),
-            Self::Connect(_) | Self::Timeout => None,
+            Self::Connect(_) | Self::Timeout | Self::ManyHeaders => None,
         }
     }
 
@@ -139,12 +143,16 @@ impl Clients {
         is_repeated: bool,
         timer: &IdleTimer,
     ) -> Result<Response<UpstreamBody>, ClientError> {
+        let connections = &upstream.connections;
+        // Only a safe request may be sent again for the sake of its response.
+        let is_safe = request.method().is_safe() && request.body().is_end_stream();
+        let many_headers = is_repeated || !is_safe || connections.has_many_headers();
         loop {
-            let idle = if is_repeated { None } else { upstream.connections.take() };
+            let idle = if is_repeated { None } else { connections.take(many_headers) };
             let (connection, is_idle) = match idle {
                 Some(connection) => (connection, true),
                 None => tokio::select! {
-                    connected = self.connect(upstream, is_repeated) => {
+                    connected = self.connect(upstream, is_repeated, many_headers) => {
                         connected.map_err(ClientError::Connect)?
                     }
                     () = timer.expired(self.header_timeout) => return Err(ClientError::Timeout),
@@ -158,6 +166,10 @@ impl Clients {
                 }
                 // The upstream closed the connection while it was idle.
                 Err(Failure::Unsent(unsent, _)) if is_idle => request = *unsent,
+                Err(Failure::Failed(error)) if error.is_parse_too_large() && !many_headers => {
+                    connections.set_many_headers();
+                    return Err(ClientError::ManyHeaders);
+                }
                 Err(Failure::Unsent(_, source) | Failure::Failed(source)) => {
                     return Err(ClientError::Http1 { source, progress });
                 }
@@ -172,13 +184,17 @@ impl Clients {
         &self,
         upstream: &Upstream,
         is_repeated: bool,
+        many_headers: bool,
     ) -> Result<(Box<Http1Connection>, bool), axum::BoxError> {
         let connections = &upstream.connections;
         let free = match connections.try_permit() {
             Some(permit) => Free::Permit(permit),
-            None => tokio::time::timeout(self.http1.timeout, Free::wait(connections, is_repeated))
-                .await
-                .map_err(|_| NoFreeConnection)?,
+            None => {
+                let free = Free::wait(connections, is_repeated, many_headers);
+                tokio::time::timeout(self.http1.timeout, free)
+                    .await
+                    .map_err(|_| NoFreeConnection)?
+            }
         };
         let permit = match free {
             Free::Permit(permit) => permit,
@@ -188,7 +204,9 @@ impl Clients {
         let stream = tower::Service::call(&mut self.http1.clone(), uri).await?;
         let stream = stream.into_inner().with_permit(permit);
         let pool = Arc::clone(connections);
-        Ok((Http1Connection::handshake(stream, pool, self.header_timeout).await?, false))
+        let connection =
+            Http1Connection::handshake(stream, pool, many_headers, self.header_timeout).await?;
+        Ok((connection, false))
     }
 }
 
@@ -200,16 +218,17 @@ enum Free {
 }
 
 impl Free {
-    /// Waits until a connection is closed or becomes idle. A repeated request closes the idle ones.
-    async fn wait(connections: &Connections, is_repeated: bool) -> Self {
+    /// Waits until a connection is closed or becomes idle. If none of those that are idle suits the
+    /// request, they are closed.
+    async fn wait(connections: &Connections, is_repeated: bool, many_headers: bool) -> Self {
         let mut permit = pin!(connections.permit());
         loop {
             let returned = connections.returned();
-            if is_repeated {
-                connections.clear();
-            } else if let Some(connection) = connections.take() {
+            let idle = if is_repeated { None } else { connections.take(many_headers) };
+            if let Some(connection) = idle {
                 return Self::Connection(connection);
             }
+            connections.clear();
             tokio::select! {
                 Some(permit) = &mut permit => return Self::Permit(permit),
                 () = returned => {}

@@ -25,8 +25,8 @@ use super::body::{IdleTimer, UpstreamRequestBody};
 use super::connection::{Progress, UpstreamStream};
 use super::pool::Connections;
 
-/// Maximum number of headers in a response. hyper prepares space for all of them with each
-/// response.
+/// Maximum number of headers in a response. Beyond its default of 100, hyper allocates space for all
+/// of them with each response, so only some connections accept as many.
 const MAX_HEADERS: usize = 256;
 /// Maximum length of a body that is read in the task of the client's request. For longer ones, two
 /// tasks are faster: one reads while the other one writes.
@@ -43,6 +43,8 @@ pub(super) struct Http1Connection {
     /// `None` when the connection is closed.
     driver: Option<Driver>,
     pub(super) progress: Progress,
+    /// Whether more than 100 headers in a response are accepted.
+    pub(super) takes_many_headers: bool,
     wakes: Arc<Wakes>,
     /// Waker of hyper's part, the same for all tasks that use the connection.
     waker: Waker,
@@ -71,11 +73,15 @@ impl Http1Connection {
     pub(super) async fn handshake(
         stream: UpstreamStream,
         pool: Arc<Connections>,
+        takes_many_headers: bool,
         header_timeout: Duration,
     ) -> hyper::Result<Box<Self>> {
         let progress = stream.progress();
-        let (sender, connection) = http1::Builder::new()
-            .max_headers(MAX_HEADERS)
+        let mut builder = http1::Builder::new();
+        if takes_many_headers {
+            builder.max_headers(MAX_HEADERS);
+        }
+        let (sender, connection) = builder
             // A proxy corrects these two in responses (RFC 9112, 5.1 and 5.2).
             .allow_spaces_after_header_name_in_responses(true)
             .allow_obsolete_multiline_headers_in_responses(true)
@@ -86,6 +92,7 @@ impl Http1Connection {
             sender,
             driver: Some(Box::pin(connection.with_upgrades())),
             progress,
+            takes_many_headers,
             waker: Waker::from(Arc::clone(&wakes)),
             wakes,
             timer: Box::pin(tokio::time::sleep(header_timeout)),

@@ -1,5 +1,6 @@
 //! Connections to an upstream over HTTP/1.1: their limit, and those that are idle.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -26,6 +27,7 @@ pub(super) struct Connections {
     idle: Mutex<Idle>,
     /// Tells requests that wait for a permit that a connection has become idle.
     returned: Notify,
+    has_many_headers: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -43,6 +45,7 @@ impl Connections {
             permits: Arc::new(Semaphore::new(max)),
             idle: Mutex::default(),
             returned: Notify::new(),
+            has_many_headers: AtomicBool::new(false),
         }
     }
 
@@ -50,9 +53,23 @@ impl Connections {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the idle connection that was used last.
-    pub(super) fn take(&self) -> Option<Box<Http1Connection>> {
-        self.idle().all.pop().map(|(connection, _)| connection)
+    /// Takes the idle connection that was used last, of those that take as many headers as needed.
+    pub(super) fn take(&self, needs_many_headers: bool) -> Option<Box<Http1Connection>> {
+        let mut idle = self.idle();
+        let suits = |(connection, _): &(Box<Http1Connection>, u64)| {
+            connection.takes_many_headers || !needs_many_headers
+        };
+        let index = idle.all.iter().rposition(suits)?;
+        Some(idle.all.remove(index).0)
+    }
+
+    /// Returns whether the upstream has sent a response with more than 100 headers.
+    pub(super) fn has_many_headers(&self) -> bool {
+        self.has_many_headers.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_many_headers(&self) {
+        self.has_many_headers.store(true, Ordering::Relaxed);
     }
 
     /// Adds a connection that has no request any more.
