@@ -14,7 +14,6 @@ use axum::response::IntoResponse as _;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
-use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use tidegate::Policies;
 use tower::Service;
@@ -32,10 +31,12 @@ mod cors;
 mod error;
 mod exchange;
 mod head;
+mod http1;
 mod limit;
 mod local_error;
 mod metrics;
 mod path;
+mod pool;
 mod retry;
 mod spans;
 mod telemetry;
@@ -44,13 +45,13 @@ mod upstreams;
 
 use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};
+use client::Clients;
 pub(crate) use client::tls as upstream_tls;
-use client::{Clients, with_connection};
 pub(crate) use concurrency::UpstreamLimits;
-use connection::Progress;
 use error::ProxyError;
 use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use head::DroppedHeaders;
+use http1::UpstreamBody;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use retry::Retry;
 pub(crate) use telemetry::{Telemetry, UpstreamHealth};
@@ -73,15 +74,14 @@ pub(crate) fn service(
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
-        clients: Clients::new(tls, settings.connect_timeout, &upstreams),
+        clients: Clients::new(tls, settings.connect_timeout, settings.header_timeout),
         upstreams,
-        header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
         min_upload_rate: settings.min_upload_rate,
         underscore_headers: settings.underscore_headers,
     };
     let gateway = LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy)));
-    Ok(ObservedGateway { gateway, state: Arc::clone(state), telemetry })
+    Ok(ObservedGateway::new(gateway, Arc::clone(state), telemetry))
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,
@@ -121,7 +121,6 @@ struct Proxy {
     state: Arc<ServerState>,
     upstreams: Arc<Upstreams>,
     clients: Clients,
-    header_timeout: Duration,
     idle_timeout: Duration,
     min_upload_rate: u32,
     underscore_headers: bool,
@@ -157,12 +156,14 @@ impl Proxy {
             *head.extensions.get::<Peer>().ok_or(ProxyError::Ambiguous("the peer is unknown"))?;
         let protocol = head::upgrade(head.version, &head.headers);
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
-        let active = self.state.active();
-        let dropped = DroppedHeaders {
-            underscored: !self.underscore_headers,
-            method_overrides: active.reads_method,
-        };
-        head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
+        {
+            let active = self.state.active_guard();
+            let dropped = DroppedHeaders {
+                underscored: !self.underscore_headers,
+                method_overrides: active.reads_method,
+            };
+            head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
+        }
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let upload = IdleTimeoutBody::new(body, self.idle_timeout, self.min_upload_rate);
@@ -182,7 +183,7 @@ impl Proxy {
         &self,
         mut head: Parts,
         mut body: Option<Box<RequestBody>>,
-    ) -> Result<(Response<Incoming>, OpenCall), ProxyError> {
+    ) -> Result<(Response<UpstreamBody>, OpenCall), ProxyError> {
         let mut is_repeated = false;
         let mut candidates = self.upstreams.candidates();
         let first = candidates.next().await.ok_or(ProxyError::NoUpstream)?;
@@ -190,15 +191,15 @@ impl Proxy {
         let mut permit = Arc::new(permit);
         loop {
             let may_repeat = !is_repeated && Retry::is_possible(&head.method, upstream.protocol);
-            let uri = upstream
-                .uri(&head.uri)
+            let target = upstream
+                .target(&head.uri)
                 .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
             let call = OpenCall::start(&permit);
             let may_pause = upstream.protocol == Protocol::Http2 && head::is_grpc(&head.headers);
             let (request_body, returned_body) =
                 UpstreamRequestBody::new(body.take(), may_repeat, may_pause, call.clone());
             let mut request = Request::new(request_body);
-            *request.uri_mut() = uri;
+            *request.uri_mut() = target;
             *request.method_mut() = head.method.clone();
             *request.headers_mut() = if may_repeat || !candidates.is_empty() {
                 head.headers.clone()
@@ -212,33 +213,20 @@ impl Proxy {
                 request.headers_mut().remove(header::CONNECTION);
             }
             let recorded = UpstreamCall::start(upstream, &head.extensions, &mut request);
-            let client = if is_repeated {
-                self.clients.for_retry(upstream.protocol)
-            } else {
-                self.clients.get(upstream.protocol)
-            };
-            let response = with_connection(client.request(request));
-            let result = tokio::select! {
-                result = response => result.map_err(|error| {
-                    tracing::debug!(
-                        upstream = %upstream.authority,
-                        error = &error as &dyn std::error::Error,
-                        "request to an upstream failed"
-                    );
-                    let retry = Retry::after(&error, &head.method, upstream.protocol);
-                    (ProxyError::new(&error, upstream.authority.host()), retry)
-                }),
-                () = call.timer.expired(self.header_timeout) => {
-                    Err((ProxyError::ResponseTimeout, Retry::No))
-                }
-            };
+            let sent = self.clients.send(upstream, request, is_repeated, &call.timer).await;
+            let result = sent.map_err(|error| {
+                tracing::debug!(
+                    upstream = %upstream.authority,
+                    error = &error as &dyn std::error::Error,
+                    "request to an upstream failed"
+                );
+                let retry = Retry::after(&error, &head.method, upstream.protocol);
+                (ProxyError::new(&error, upstream.authority.host()), retry)
+            });
             recorded.finish(result.as_ref().map(Response::status).map_err(|(error, _)| *error));
             let (error, mut retry) = match result {
                 Ok(response) => {
                     upstream.record_success();
-                    if let Some(progress) = response.extensions().get::<Progress>() {
-                        progress.record_response();
-                    }
                     return Ok((response, call));
                 }
                 Err(failure) => failure,
@@ -278,7 +266,7 @@ impl Proxy {
 
     fn to_client(
         &self,
-        mut response: Response<Incoming>,
+        mut response: Response<UpstreamBody>,
         call: OpenCall,
         client_upgrade: Option<OnUpgrade>,
         exchange: Option<Arc<Exchange>>,

@@ -1,6 +1,7 @@
 //! Streaming bodies with idle timeouts. Frames are forwarded as they arrive and never buffered.
 
-use std::pin::Pin;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
@@ -10,13 +11,13 @@ use axum::body::Bytes;
 use http::Method;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 
 use super::concurrency::RequestPermit;
 use super::error::ProxyError;
 use super::head;
+use super::http1::UpstreamBody;
 use crate::duration;
 use crate::listener::{self, WriteProgress};
 
@@ -41,6 +42,8 @@ struct IdleState {
     waits_for_client: AtomicBool,
     /// Whether the upstream's response has started and has not ended.
     is_responding: AtomicBool,
+    /// Whether the client has a body that is not completely sent.
+    is_uploading: AtomicBool,
 }
 
 impl IdleTimer {
@@ -60,18 +63,36 @@ impl IdleTimer {
         self.state.is_responding.store(is_responding, Ordering::Relaxed);
     }
 
+    /// Returns whether the client's body is not completely sent.
+    pub(super) fn is_uploading(&self) -> bool {
+        self.state.is_uploading.load(Ordering::Relaxed)
+    }
+
     /// Completes when no bytes have moved for `timeout`.
     pub(super) async fn expired(&self, timeout: Duration) {
+        let mut timer = pin!(tokio::time::sleep_until(self.start + timeout));
+        poll_fn(|cx| self.poll_expired(timeout, timer.as_mut(), cx)).await;
+    }
+
+    /// Does the same with a timer that expires at the deadline or earlier.
+    pub(super) fn poll_expired(
+        &self,
+        timeout: Duration,
+        mut timer: Pin<&mut Sleep>,
+        cx: &mut Context<'_>,
+    ) -> Poll<()> {
         loop {
+            ready!(timer.as_mut().poll(cx));
             let deadline = self.start
                 + Duration::from_millis(self.state.last_activity.load(Ordering::Relaxed))
                 + timeout;
-            if Instant::now() < deadline {
-                tokio::time::sleep_until(deadline).await;
+            let now = Instant::now();
+            if now < deadline {
+                timer.as_mut().reset(deadline);
             } else if self.state.waits_for_client.load(Ordering::Relaxed) {
-                tokio::time::sleep(timeout).await;
+                timer.as_mut().reset(now + timeout);
             } else {
-                return;
+                return Poll::Ready(());
             }
         }
     }
@@ -216,7 +237,7 @@ pub(super) async fn forwarded(
 /// client takes little memory.
 #[derive(Debug)]
 pub(super) struct Download {
-    body: IdleTimeoutBody<Incoming>,
+    body: IdleTimeoutBody<UpstreamBody>,
     /// Rest of a frame that was larger than a chunk.
     rest: Bytes,
     chunk_size: usize,
@@ -225,7 +246,7 @@ pub(super) struct Download {
 }
 
 impl Download {
-    pub(super) fn new(body: Incoming, timeout: Duration, call: OpenCall) -> Self {
+    pub(super) fn new(body: UpstreamBody, timeout: Duration, call: OpenCall) -> Self {
         call.timer.set_responding(true);
         Self {
             body: IdleTimeoutBody::new(body, timeout, 0),
@@ -403,6 +424,7 @@ impl UpstreamRequestBody {
         let Some(mut body) = body else {
             return (Self { body: None, call, may_pause, returned: None }, None);
         };
+        call.timer.state.is_uploading.store(true, Ordering::Relaxed);
         body.max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
         let (sender, receiver) = oneshot::channel();
         (Self { body: Some(body), call, may_pause, returned: Some(sender) }, Some(receiver))
@@ -440,6 +462,7 @@ impl Body for UpstreamRequestBody {
 
 impl Drop for UpstreamRequestBody {
     fn drop(&mut self) {
+        self.call.timer.state.is_uploading.store(false, Ordering::Relaxed);
         if let (Some(body), Some(returned)) = (self.body.take(), self.returned.take())
             && let Some(body) = body.rewound()
         {

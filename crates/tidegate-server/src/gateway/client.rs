@@ -1,51 +1,93 @@
-//! Pooled connections to upstreams, with a connect timeout and optional TLS.
+//! Clients of upstreams: pooled connections, with a connect timeout and optional TLS.
 
-use std::future::poll_fn;
 use std::path::Path;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::Uri;
+use http::uri::PathAndQuery;
+use http::{Request, Response, Uri};
+use http_body::Body as _;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{ClientConfig, RootCertStore};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 
-use super::body::UpstreamRequestBody;
-use super::connection::UpstreamStream;
-use super::upstreams::{Protocol, Upstreams};
+use super::body::{IdleTimer, UpstreamRequestBody};
+use super::connection::{Progress, UpstreamStream};
+use super::http1::{Failure, Http1Connection, UpstreamBody};
+use super::pool::Connections;
+use super::upstreams::{Protocol, Upstream};
 
-/// Idle connections are closed before most servers close them: a request that meets a connection
-/// closed by the server must be sent again, or fails.
-const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
-const MAX_IDLE_CONNECTIONS: usize = 1024;
+const HTTP2_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
-/// Maximum number of headers in an HTTP/1.1 response. hyper prepares space for all of them with
-/// each response.
-const MAX_HEADERS: usize = 256;
 /// Maximum size of the headers in an HTTP/2 response: as much as hyper accepts over HTTP/1.1.
 const MAX_HEADER_BYTES: u32 = 400 * 1024;
 
-type UpstreamClient = Client<TimeoutConnector, UpstreamRequestBody>;
-
-/// One HTTP client per protocol.
+/// Clients of both protocols.
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
-    http1: UpstreamClient,
-    /// Client that opens a connection for each request.
-    http1_unpooled: UpstreamClient,
-    http2: UpstreamClient,
+    http1: TimeoutConnector,
+    http2: Client<TimeoutConnector, UpstreamRequestBody>,
+    header_timeout: Duration,
+}
+
+/// Reason why a request to an upstream has no response.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ClientError {
+    #[error("no connection")]
+    Connect(#[source] axum::BoxError),
+    #[error("no response in time")]
+    Timeout,
+    /// The response to a safe request needs a connection that takes more headers.
+    #[error("the response has more than 100 headers")]
+    ManyHeaders,
+    #[error("the request failed")]
+    Http1 {
+        source: hyper::Error,
+        /// Progress of the connection.
+        progress: Progress,
+    },
+    #[error("the request failed")]
+    Http2(#[from] legacy::Error),
+}
+
+impl ClientError {
+    pub(super) fn is_connect(&self) -> bool {
+        match self {
+            Self::Connect(_) => true,
+            Self::Http2(error) => error.is_connect(),
+            Self::Timeout | Self::ManyHeaders | Self::Http1 { .. } => false,
+        }
+    }
+
+    /// Returns the progress of the connection on which the request failed.
+    pub(super) fn progress(&self) -> Option<Progress> {
+        match self {
+            Self::Http1 { progress, .. } => Some(progress.clone()),
+            Self::Http2(error) => Progress::of(error),
+            Self::Connect(_) | Self::Timeout | Self::ManyHeaders => None,
+        }
+    }
+
+    /// Makes sure that no other request uses the connection. Requests in flight on it continue.
+    pub(super) fn forget_connection(&self) {
+        if let Self::Http2(error) = self
+            && let Some(connection) = error.connect_info()
+        {
+            connection.poison();
+        }
+    }
 }
 
 impl Clients {
     pub(super) fn new(
         tls_config: ClientConfig,
         connect_timeout: Duration,
-        upstreams: &Arc<Upstreams>,
+        header_timeout: Duration,
     ) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
@@ -54,49 +96,143 @@ impl Clients {
         let http1 = TimeoutConnector {
             connector: tls(tls_config.clone()).enable_http1().wrap_connector(tcp.clone()),
             timeout: connect_timeout,
-            limits: Some(Arc::clone(upstreams)),
         };
         let http2 = TimeoutConnector {
             connector: tls(tls_config).enable_http2().wrap_connector(tcp),
             timeout: connect_timeout,
-            // All requests to an upstream share one connection.
-            limits: None,
         };
-        let mut builder = Client::builder(TokioExecutor::new());
-        builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new());
-        builder
-            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
+        let http2 = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .timer(TokioTimer::new())
+            .pool_idle_timeout(HTTP2_IDLE_TIMEOUT)
             .set_host(false)
-            .http1_max_headers(MAX_HEADERS)
-            // A proxy corrects these two in responses (RFC 9112, 5.1 and 5.2).
-            .http1_allow_spaces_after_header_name_in_responses(true)
-            .http1_allow_obsolete_multiline_headers_in_responses(true)
-            .pool_max_idle_per_host(0);
-        let http1_unpooled = builder.build(http1.clone());
-        builder.pool_max_idle_per_host(MAX_IDLE_CONNECTIONS);
-        let http1 = builder.build(http1);
-        builder
             .http2_only(true)
             .http2_keep_alive_interval(HTTP2_PING_INTERVAL)
             .http2_max_header_list_size(MAX_HEADER_BYTES)
-            .http2_adaptive_window(true);
-        Self { http1, http1_unpooled, http2: builder.build(http2) }
+            .http2_adaptive_window(true)
+            .build(http2);
+        Self { http1, http2, header_timeout }
     }
 
-    pub(super) fn get(&self, protocol: Protocol) -> &UpstreamClient {
-        match protocol {
-            Protocol::Http1 => &self.http1,
-            Protocol::Http2 => &self.http2,
+    /// Sends a request. If it `is_repeated` over HTTP/1.1, it gets a new connection: the idle ones
+    /// may be closed, too. Requests over HTTP/2 share one connection.
+    pub(super) async fn send(
+        &self,
+        upstream: &Upstream,
+        request: Request<UpstreamRequestBody>,
+        is_repeated: bool,
+        timer: &IdleTimer,
+    ) -> Result<Response<UpstreamBody>, ClientError> {
+        if upstream.protocol == Protocol::Http1 {
+            return self.send_http1(upstream, request, is_repeated, timer).await;
+        }
+        let response = tokio::select! {
+            response = self.http2.request(request) => response?,
+            () = timer.expired(self.header_timeout) => return Err(ClientError::Timeout),
+        };
+        if let Some(progress) = response.extensions().get::<Progress>() {
+            progress.record_response();
+        }
+        Ok(response.map(UpstreamBody::detached))
+    }
+
+    async fn send_http1(
+        &self,
+        upstream: &Upstream,
+        mut request: Request<UpstreamRequestBody>,
+        is_repeated: bool,
+        timer: &IdleTimer,
+    ) -> Result<Response<UpstreamBody>, ClientError> {
+        let connections = &upstream.connections;
+        // Only a safe request may be sent again for the sake of its response.
+        let is_safe = request.method().is_safe() && request.body().is_end_stream();
+        let many_headers = is_repeated || !is_safe || connections.has_many_headers();
+        loop {
+            let idle = if is_repeated { None } else { connections.take(many_headers) };
+            let (connection, is_idle) = match idle {
+                Some(connection) => (connection, true),
+                None => tokio::select! {
+                    connected = self.connect(upstream, is_repeated, many_headers) => {
+                        connected.map_err(ClientError::Connect)?
+                    }
+                    () = timer.expired(self.header_timeout) => return Err(ClientError::Timeout),
+                },
+            };
+            let progress = connection.progress.clone();
+            match connection.send(request, timer, self.header_timeout).await {
+                Ok(response) => {
+                    progress.record_response();
+                    return Ok(response);
+                }
+                // The upstream closed the connection while it was idle.
+                Err(Failure::Unsent(unsent, _)) if is_idle => request = *unsent,
+                Err(Failure::Failed(error)) if error.is_parse_too_large() && !many_headers => {
+                    connections.set_many_headers();
+                    return Err(ClientError::ManyHeaders);
+                }
+                Err(Failure::Unsent(_, source) | Failure::Failed(source)) => {
+                    return Err(ClientError::Http1 { source, progress });
+                }
+                Err(Failure::Timeout) => return Err(ClientError::Timeout),
+            }
         }
     }
 
-    /// Returns the client for a request that failed on a pooled connection. For HTTP/1.1 it avoids
-    /// the other pooled connections, which may be closed as well. Requests over HTTP/2 share one
-    /// new connection.
-    pub(super) fn for_retry(&self, protocol: Protocol) -> &UpstreamClient {
-        match protocol {
-            Protocol::Http1 => &self.http1_unpooled,
-            Protocol::Http2 => &self.http2,
+    /// Opens a connection, or returns one that has become idle while the limit was reached, and
+    /// whether it did.
+    async fn connect(
+        &self,
+        upstream: &Upstream,
+        is_repeated: bool,
+        many_headers: bool,
+    ) -> Result<(Box<Http1Connection>, bool), axum::BoxError> {
+        let connections = &upstream.connections;
+        let free = match connections.try_permit() {
+            Some(permit) => Free::Permit(permit),
+            None => {
+                let free = Free::wait(connections, is_repeated, many_headers);
+                tokio::time::timeout(self.http1.timeout, free)
+                    .await
+                    .map_err(|_| NoFreeConnection)?
+            }
+        };
+        let permit = match free {
+            Free::Permit(permit) => permit,
+            Free::Connection(connection) => return Ok((connection, true)),
+        };
+        let uri = upstream.uri(PathAndQuery::from_static("/")).ok_or("no URI")?;
+        let stream = tower::Service::call(&mut self.http1.clone(), uri).await?;
+        let stream = stream.into_inner().with_permit(permit);
+        let pool = Arc::clone(connections);
+        let connection =
+            Http1Connection::handshake(stream, pool, many_headers, self.header_timeout).await?;
+        Ok((connection, false))
+    }
+}
+
+/// Connection that a request may use.
+enum Free {
+    /// Permit to open one.
+    Permit(OwnedSemaphorePermit),
+    Connection(Box<Http1Connection>),
+}
+
+impl Free {
+    /// Waits until a connection is closed or becomes idle. If none of those that are idle suits the
+    /// request, they are closed.
+    async fn wait(connections: &Connections, is_repeated: bool, many_headers: bool) -> Self {
+        let mut permit = pin!(connections.permit());
+        loop {
+            let returned = connections.returned();
+            let idle = if is_repeated { None } else { connections.take(many_headers) };
+            if let Some(connection) = idle {
+                return Self::Connection(connection);
+            }
+            connections.clear();
+            tokio::select! {
+                Some(permit) = &mut permit => return Self::Permit(permit),
+                () = returned => {}
+            }
         }
     }
 }
@@ -124,46 +260,16 @@ pub(crate) fn tls(ca: Option<&Path>) -> Result<ClientConfig, String> {
         .with_no_client_auth())
 }
 
-tokio::task_local! {
-    static NEEDS_CONNECTION: ();
-}
-
-/// Runs a request, for which connections may be opened.
-pub(super) fn with_connection<F: Future>(request: F) -> impl Future<Output = F::Output> {
-    NEEDS_CONNECTION.scope((), request)
-}
-
 /// Error of a request that found no idle connection and may not open another one.
 #[derive(Debug, thiserror::Error)]
 #[error("all connections to the upstream are in use")]
 pub(super) struct NoFreeConnection;
 
-/// Waits for the permit to open a connection, which another one leaves when it is closed.
-async fn connection_permit(
-    connections: Arc<Semaphore>,
-    timeout: Duration,
-) -> Result<OwnedSemaphorePermit, NoFreeConnection> {
-    let mut permit = Box::pin(tokio::time::timeout(timeout, connections.acquire_owned()));
-    poll_fn(|cx| {
-        // hyper goes on connecting in the background once the request has got an idle connection.
-        if NEEDS_CONNECTION.try_with(|()| ()).is_err() {
-            return Poll::Ready(Err(NoFreeConnection));
-        }
-        permit
-            .as_mut()
-            .poll(cx)
-            .map(|permit| permit.ok().and_then(Result::ok).ok_or(NoFreeConnection))
-    })
-    .await
-}
-
-/// Connector with a timeout that includes the TLS handshake, and a limit of connections.
+/// Connector with a timeout that includes the TLS handshake.
 #[derive(Debug, Clone)]
 pub(super) struct TimeoutConnector {
     connector: HttpsConnector<HttpConnector>,
     timeout: Duration,
-    /// Upstreams that limit their connections.
-    limits: Option<Arc<Upstreams>>,
 }
 
 impl tower::Service<Uri> for TimeoutConnector {
@@ -176,18 +282,11 @@ impl tower::Service<Uri> for TimeoutConnector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let connections = self.limits.as_ref().and_then(|limits| limits.connections(&uri));
         let connecting = tower::Service::call(&mut self.connector, uri);
         let timeout = self.timeout;
         Box::pin(async move {
-            let permit = match connections {
-                Some(connections) => Some(connection_permit(connections, timeout).await?),
-                None => None,
-            };
             match tokio::time::timeout(timeout, connecting).await {
-                Ok(result) => {
-                    result.map(|stream| TokioIo::new(UpstreamStream::new(stream, permit)))
-                }
+                Ok(result) => result.map(|stream| TokioIo::new(UpstreamStream::new(stream))),
                 Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
             }
         })

@@ -45,9 +45,6 @@ impl Overload {
 #[derive(Debug)]
 pub(super) struct ConcurrencyLimit {
     requests: Arc<Semaphore>,
-    /// Connections over HTTP/1.1. They have permits of their own, because a connection outlives its
-    /// request for a moment: it is idle in the pool, or is being closed.
-    pub(super) connections: Arc<Semaphore>,
     pending: AtomicUsize,
     limits: UpstreamLimits,
 }
@@ -63,13 +60,8 @@ struct Pending<'l>(&'l AtomicUsize);
 
 impl ConcurrencyLimit {
     pub(super) fn new(limits: UpstreamLimits) -> Self {
-        let semaphore = || Arc::new(Semaphore::new(limits.max_connections));
-        Self {
-            requests: semaphore(),
-            connections: semaphore(),
-            pending: AtomicUsize::new(0),
-            limits,
-        }
+        let requests = Arc::new(Semaphore::new(limits.max_connections));
+        Self { requests, pending: AtomicUsize::new(0), limits }
     }
 
     /// Returns a permit if one is free and no request waits for it.

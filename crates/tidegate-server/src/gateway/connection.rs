@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 
-/// Progress of a connection. It is an extension of each of its responses.
+/// Progress of a connection. Over HTTP/2, it is an extension of each of its responses.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Progress(Arc<ProgressState>);
 
@@ -61,11 +61,17 @@ pub(super) struct UpstreamStream {
 }
 
 impl UpstreamStream {
-    pub(super) fn new(
-        stream: MaybeHttpsStream<TokioIo<TcpStream>>,
-        permit: Option<OwnedSemaphorePermit>,
-    ) -> Self {
-        Self { stream: TokioIo::new(stream), progress: Progress::default(), _permit: permit }
+    pub(super) fn new(stream: MaybeHttpsStream<TokioIo<TcpStream>>) -> Self {
+        Self { stream: TokioIo::new(stream), progress: Progress::default(), _permit: None }
+    }
+
+    /// Keeps the permit for the connection until it is closed.
+    pub(super) fn with_permit(self, permit: OwnedSemaphorePermit) -> Self {
+        Self { _permit: Some(permit), ..self }
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        self.progress.clone()
     }
 
     fn record_write(&self) {

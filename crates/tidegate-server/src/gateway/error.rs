@@ -5,10 +5,9 @@ use std::io;
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use hyper_util::client::legacy;
 
 use super::body::TooSlow;
-use super::client::NoFreeConnection;
+use super::client::{ClientError, NoFreeConnection};
 use super::concurrency::Overload;
 use super::cors::OwnResponse;
 use super::local_error::LocalResource;
@@ -53,7 +52,12 @@ pub(super) enum ProxyError {
 
 impl ProxyError {
     /// Returns the reason for the error of a request to a host.
-    pub(super) fn new(error: &legacy::Error, host: &str) -> Self {
+    pub(super) fn new(error: &ClientError, host: &str) -> Self {
+        match error {
+            ClientError::Timeout => return Self::ResponseTimeout,
+            ClientError::ManyHeaders => return Self::ResponseTooLarge,
+            _ => {}
+        }
         let mut cause = error.source();
         let mut system_error = None;
         let mut timed_out = false;

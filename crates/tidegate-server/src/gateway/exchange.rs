@@ -232,11 +232,25 @@ impl<'u> UpstreamCall<'u> {
 }
 
 /// Gateway whose requests are counted, logged and traced.
+///
+/// hyper clones it for each request, which is a single counter.
 #[derive(Clone)]
-pub(crate) struct ObservedGateway {
-    pub(super) gateway: LimitedGateway,
-    pub(super) state: Arc<ServerState>,
-    pub(super) telemetry: Arc<Telemetry>,
+pub(crate) struct ObservedGateway(Arc<ObservedState>);
+
+struct ObservedState {
+    gateway: LimitedGateway,
+    state: Arc<ServerState>,
+    telemetry: Arc<Telemetry>,
+}
+
+impl ObservedGateway {
+    pub(super) fn new(
+        gateway: LimitedGateway,
+        state: Arc<ServerState>,
+        telemetry: Arc<Telemetry>,
+    ) -> Self {
+        Self(Arc::new(ObservedState { gateway, state, telemetry }))
+    }
 }
 
 impl Service<listener::Request> for ObservedGateway {
@@ -250,12 +264,13 @@ impl Service<listener::Request> for ObservedGateway {
     }
 
     fn call(&mut self, mut request: listener::Request) -> ObservedFuture {
-        let exchange = Exchange::start(&self.telemetry, &self.state, &request);
+        let ObservedState { gateway, state, telemetry } = &*self.0;
+        let exchange = Exchange::start(telemetry, state, &request);
         request.extensions_mut().insert(Arc::clone(&exchange));
         // A decision in memory is made here, so its span needs the parent, too.
         let response = {
             let _entered = exchange.span.enter();
-            self.gateway.call(request)
+            gateway.call(request)
         };
         ObservedFuture { response, exchange: Some(exchange) }
     }

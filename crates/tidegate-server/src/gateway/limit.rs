@@ -70,7 +70,6 @@ impl RequestLimiter for GatewayLimiter {
 }
 
 /// Gateway behind its rate limit layer.
-#[derive(Clone)]
 pub(crate) struct LimitedGateway {
     state: Arc<ServerState>,
     /// Services by `x_ratelimit_headers` and `partition_keys`, which a reload may change.
@@ -98,20 +97,9 @@ impl LimitedGateway {
             cors: settings.cors.clone().map(Arc::new),
         }
     }
-}
 
-impl Service<Request> for LimitedGateway {
-    type Response = Response<layer::Body<Body>>;
-    type Error = Infallible;
-    type Future = ResponseFuture;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        // The proxy is always ready.
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, mut request: Request) -> ResponseFuture {
-        let active = self.state.active();
+    pub(super) fn call(&self, mut request: Request) -> ResponseFuture {
+        let active = self.state.active_guard();
         path::normalize(request.uri_mut(), active.policies());
         head::remove_listed(request.headers_mut());
         let is_http1 = request.version() < Version::HTTP_2;
@@ -122,8 +110,9 @@ impl Service<Request> for LimitedGateway {
             let origin = request.headers().get(header::ORIGIN).cloned();
             (Arc::clone(cors), origin)
         });
-        let by_x_headers = &mut self.services[usize::from(active.x_ratelimit_headers)];
-        let limited = &mut by_x_headers[usize::from(active.partition_keys)];
+        let by_x_headers = &self.services[usize::from(active.x_ratelimit_headers)];
+        // The proxy is always ready.
+        let mut limited = by_x_headers[usize::from(active.partition_keys)].clone();
         ResponseFuture { response: limited.call(request), closes, closes_if_denied, cors }
     }
 }

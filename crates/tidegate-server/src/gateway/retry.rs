@@ -4,11 +4,10 @@ use std::error::Error as _;
 use std::time::Duration;
 
 use http::Method;
-use hyper_util::client::legacy;
 use tokio::sync::oneshot;
 
 use super::body::RequestBody;
-use super::connection::Progress;
+use super::client::ClientError;
 use super::upstreams::Protocol;
 
 /// Time limit for hyper to drop the body of a failed request.
@@ -31,9 +30,12 @@ impl Retry {
         method.is_idempotent() || protocol == Protocol::Http2
     }
 
-    pub(super) fn after(error: &legacy::Error, method: &Method, protocol: Protocol) -> Self {
+    pub(super) fn after(error: &ClientError, method: &Method, protocol: Protocol) -> Self {
         if error.is_connect() {
             return Self::OtherUpstream;
+        }
+        if matches!(error, ClientError::ManyHeaders) {
+            return Self::OtherConnection;
         }
         let http2_error = http2_error(error);
         let is_repeatable = http2_error.is_some_and(is_refused)
@@ -43,15 +45,12 @@ impl Retry {
         if !is_repeatable {
             return Self::No;
         }
-        // The pool must not use this connection again. Requests in flight on it continue.
-        if let Some(connection) = error.connect_info() {
-            connection.poison();
-        }
+        error.forget_connection();
         Self::OtherConnection
     }
 }
 
-fn http2_error(error: &legacy::Error) -> Option<&h2::Error> {
+fn http2_error(error: &ClientError) -> Option<&h2::Error> {
     let mut cause = error.source();
     while let Some(source) = cause {
         if let Some(error) = source.downcast_ref() {
@@ -71,8 +70,8 @@ fn is_refused(error: &h2::Error) -> bool {
 
 /// Returns whether the upstream closed a connection that it had kept alive, when the request was
 /// sent. Nothing of the response has arrived.
-fn is_idle_close(error: &legacy::Error, protocol: Protocol) -> bool {
-    Progress::of(error).is_some_and(|progress| {
+fn is_idle_close(error: &ClientError, protocol: Protocol) -> bool {
+    error.progress().is_some_and(|progress| {
         progress.has_responded() && (protocol == Protocol::Http2 || progress.awaits_response())
     })
 }

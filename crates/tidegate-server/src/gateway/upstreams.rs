@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use http::Uri;
-use http::uri::{Authority, Scheme};
+use http::uri::{Authority, PathAndQuery, Scheme};
 use siphasher::sip::SipHasher13;
-use tokio::sync::Semaphore;
 
 use super::concurrency::{ConcurrencyLimit, Overload, RequestPermit, UpstreamLimits};
 use super::metrics::UpstreamMetrics;
+use super::pool::Connections;
 use crate::duration;
 use crate::logs::LogThrottle;
 
@@ -35,6 +35,8 @@ pub(crate) struct Upstream {
     ejected_until: AtomicU64,
     pub(super) metrics: Arc<UpstreamMetrics>,
     pub(super) limit: Arc<ConcurrencyLimit>,
+    /// Connections over HTTP/1.1.
+    pub(super) connections: Arc<Connections>,
 }
 
 /// HTTP version towards an upstream.
@@ -81,6 +83,7 @@ impl std::str::FromStr for Upstream {
         if uri.query().is_some() {
             return Err(invalid());
         }
+        let limits = UpstreamLimits::default();
         Ok(Self {
             scheme,
             authority,
@@ -89,7 +92,8 @@ impl std::str::FromStr for Upstream {
             failures: AtomicU32::new(0),
             ejected_until: AtomicU64::new(0),
             metrics: Arc::new(UpstreamMetrics::new(text)),
-            limit: Arc::new(ConcurrencyLimit::new(UpstreamLimits::default())),
+            limit: Arc::new(ConcurrencyLimit::new(limits)),
+            connections: Arc::new(Connections::new(limits.max_connections)),
         })
     }
 }
@@ -136,15 +140,26 @@ impl Upstream {
         }
     }
 
-    /// Returns the URI of a request at this upstream.
-    pub(super) fn uri(&self, request: &Uri) -> Option<Uri> {
-        let root = http::uri::PathAndQuery::from_static("/");
-        let path = request.path_and_query().cloned().unwrap_or(root);
+    /// Returns the target of a request at this upstream: a path for HTTP/1.1, a URI for HTTP/2.
+    pub(super) fn target(&self, request: &Uri) -> Option<Uri> {
+        // An empty path also reads as `/`, but is written as an empty target.
+        let path = match request.path_and_query() {
+            Some(path) if path.as_str() != "/" => path.clone(),
+            _ => PathAndQuery::from_static("/"),
+        };
         let path = if self.base.is_empty() {
             path
         } else {
             format!("{}{path}", self.base).parse().ok()?
         };
+        match self.protocol {
+            Protocol::Http1 => Some(path.into()),
+            Protocol::Http2 => self.uri(path),
+        }
+    }
+
+    /// Returns the URI of a path at this upstream, without its base.
+    pub(super) fn uri(&self, path: PathAndQuery) -> Option<Uri> {
         let mut parts = http::uri::Parts::default();
         parts.scheme = Some(self.scheme.clone());
         parts.authority = Some(self.authority.clone());
@@ -195,10 +210,13 @@ impl Upstreams {
                 upstream.metrics = Arc::clone(&same.metrics);
             }
             let same_server = earlier.iter().find(|other| other.is_same_server(upstream));
-            upstream.limit = same_server.map_or_else(
-                || Arc::new(ConcurrencyLimit::new(limits)),
-                |same| Arc::clone(&same.limit),
-            );
+            if let Some(same) = same_server {
+                upstream.limit = Arc::clone(&same.limit);
+                upstream.connections = Arc::clone(&same.connections);
+            } else {
+                upstream.limit = Arc::new(ConcurrencyLimit::new(limits));
+                upstream.connections = Arc::new(Connections::new(limits.max_connections));
+            }
         }
         (!all.is_empty()).then(|| Self { all, next: AtomicUsize::new(0), start: Instant::now() })
     }
@@ -215,16 +233,6 @@ impl Upstreams {
         let count = eligible.clone().count();
         let mut in_order = eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES));
         Candidates(std::array::from_fn(|_| in_order.next()))
-    }
-
-    /// Returns the permits for connections to a server over HTTP/1.1.
-    pub(super) fn connections(&self, uri: &Uri) -> Option<Arc<Semaphore>> {
-        let is_server = |upstream: &&Upstream| {
-            upstream.protocol == Protocol::Http1
-                && uri.scheme() == Some(&upstream.scheme)
-                && uri.authority() == Some(&upstream.authority)
-        };
-        self.all.iter().find(is_server).map(|upstream| Arc::clone(&upstream.limit.connections))
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Upstream> {
@@ -375,14 +383,16 @@ mod tests {
 
     #[test]
     fn urls_are_parsed_strictly() {
-        let uri = |upstream: &str, request: &str| {
+        let target = |upstream: &str, request: &str| {
             let upstream: Upstream = upstream.parse().expect("valid");
-            upstream.uri(&request.parse().expect("a URI")).expect("a URI").to_string()
+            upstream.target(&request.parse().expect("a URI")).expect("a URI").to_string()
         };
-        assert_eq!(uri("http://a:1", "/x?y=z"), "http://a:1/x?y=z");
-        assert_eq!(uri("http://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
-        assert_eq!(uri("h2://a", "http://other/x"), "https://a/x");
-        assert_eq!(uri("http://[::1]:80", "/"), "http://[::1]:80/");
+        assert_eq!(target("http://a:1", "/x?y=z"), "/x?y=z");
+        assert_eq!(target("http://a:1/base/", "/x?y=z"), "/base/x?y=z");
+        assert_eq!(target("http://[::1]:80", "http://other"), "/");
+        assert_eq!(target("h2c://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
+        assert_eq!(target("h2://a", "http://other/x"), "https://a/x");
+        assert_eq!(target("h2c://[::1]:80", "/"), "http://[::1]:80/");
         for wrong in ["", "a", "a:80", "ftp://a", "http://", "http://a?b=c", "/x", "http://a b"] {
             assert!(matches!(wrong.parse::<Upstream>(), Err(UpstreamError::Invalid(_))), "{wrong}");
         }

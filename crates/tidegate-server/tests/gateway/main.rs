@@ -5,6 +5,8 @@ mod support;
 
 /// Lines of the access log.
 mod access_log;
+/// Connections to upstreams: reuse, closes, clients that leave.
+mod connections;
 /// Cookies that HTTP/2 sends in several fields.
 mod cookies;
 /// Headers for scripts in browsers.

@@ -303,6 +303,11 @@ fn responses_may_have_many_headers_up_to_a_bound() {
         "the upstream's response has more than 256 headers or 400 KiB of them",
         "{response:?}"
     );
+    // A request that is not safe is never sent again for the sake of its response.
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    let before = upstream.received().len();
+    let response = request(&gateway.http, "DELETE", "/", &[("X-Want", "150 10")], b"");
+    assert_eq!((response.status, upstream.received().len()), (200, before + 1));
     // Large heads are bounded, too: about 400 KiB.
     assert_eq!(get("100 2000").status, 200);
     assert_eq!(get("250 8000").status, 502);

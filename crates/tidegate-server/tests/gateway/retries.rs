@@ -75,7 +75,7 @@ impl ClosingUpstream {
 }
 
 /// Reads one request with its body.
-fn read_message(stream: &mut TcpStream) -> Option<String> {
+pub(crate) fn read_message(stream: &mut TcpStream) -> Option<String> {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];
     loop {
@@ -138,7 +138,7 @@ fn requests_that_may_have_run_are_sent_once() {
         let gateway = Service::gateway("", &[&upstream.url]);
         let mut failed = 0;
         for turn in 0..20 {
-            assert_eq!(request(&gateway.http, "GET", "/before", &[], b"").status, 200);
+            assert_eq!(request(&gateway.http, "POST", "/before", &[], b"").status, 200);
             let path = format!("/{turn}/");
             let status = request(&gateway.http, method, &path, &[], body).status;
             let times = upstream.times(&format!("{method} {path}"));
