@@ -77,7 +77,6 @@ pub struct PolicyDecisions<'a> {
 
 /// Entries of a request. A single one, as of nearly every request, needs no allocation.
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "the large variant is the usual one")]
 pub(super) enum Entries<'a> {
     One(PolicyDecision<'a>),
     Several(Vec<PolicyDecision<'a>>),
