@@ -25,8 +25,8 @@ use super::body::{IdleTimer, UpstreamRequestBody};
 use super::connection::{Progress, UpstreamStream};
 use super::pool::Connections;
 
-/// Maximum number of headers in a response. Beyond its default of 100, hyper allocates space for all
-/// of them with each response, so only some connections accept as many.
+/// Maximum number of headers in a response. Beyond its default of 100, hyper allocates space for
+/// all of them with each response, so only some connections accept as many.
 const MAX_HEADERS: usize = 256;
 /// Maximum length of a body that is read in the task of the client's request. For longer ones, two
 /// tasks are faster: one reads while the other one writes.
