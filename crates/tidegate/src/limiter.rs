@@ -95,12 +95,6 @@ pub enum Error {
     UnknownPeer,
 }
 
-impl From<StoreError> for Box<Error> {
-    fn from(error: StoreError) -> Self {
-        Self::new(error.into())
-    }
-}
-
 fn suggestion(nearest: Option<&str>) -> String {
     nearest.map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }

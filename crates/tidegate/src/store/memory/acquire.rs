@@ -46,10 +46,9 @@ impl MemoryStore {
                 Outcome::Other(result) => *result,
             };
         }
-        // The parts of the charge are passed in registers, and the result has another type, so that
-        // the compiler keeps a new charge and the decision of a bucket out of memory.
+        // The parts of the charge are passed in registers, so that the compiler can keep a charge
+        // that the caller has just created out of memory.
         self.acquire_any(charge.key(), quota, cost, charge.explicit_policy())
-            .map_err(|error| *error)
     }
 
     #[inline(never)]
@@ -59,10 +58,9 @@ impl MemoryStore {
         quota: &Quota,
         cost: u64,
         policy: Option<&str>,
-    ) -> Result<Decision, Box<Error>> {
+    ) -> Result<Decision, Error> {
         let charge = Charge::of_parts(key, quota, cost, policy);
-        let check = || charge.check(Action::Acquire).map_err(|error| Box::new(error.into()));
-        self.decide_any(Action::Acquire, &charge, check)
+        self.decide_any(Action::Acquire, &charge, || Ok(charge.check(Action::Acquire)?))
     }
 
     /// Decides an acquire of a bucket. Nearly every one is of an existing key, which need not be

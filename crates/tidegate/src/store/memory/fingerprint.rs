@@ -412,7 +412,7 @@ mod tests {
             text.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
         if text.len() < 8 {
             words.push(short_word(text));
-        } else if text.len() % 8 > 0 {
+        } else if !text.len().is_multiple_of(8) {
             words.push(u64::from_le_bytes(text[text.len() - 8..].try_into().expect("8")));
         }
         let products = words.iter().zip(secrets).map(|(word, secret)| (*secret, *word));

@@ -72,7 +72,7 @@ impl Lifetime {
         let power = bits.saturating_sub(Self::NUMBER_BITS);
         let number = millis.div_ceil(1 << power);
         // Rounding up may take one bit more, which is that of the next power.
-        let rounded_up = u64::from(number >> Self::NUMBER_BITS);
+        let rounded_up = number >> Self::NUMBER_BITS;
         let (power, number) = (u64::from(power) + rounded_up, number >> rounded_up);
         Self(power << Self::NUMBER_BITS | number)
     }
@@ -280,7 +280,7 @@ impl PackedState {
         is_exhausted: bool,
         template: &BucketTemplate,
     ) {
-        self.0[0] = time << TIME_SHIFT | template.low | u64::from(is_exhausted) * EXHAUSTED;
+        self.0[0] = time << TIME_SHIFT | template.low | (u64::from(is_exhausted) * EXHAUSTED);
         self.0[1] = level;
     }
 
