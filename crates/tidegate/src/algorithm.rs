@@ -32,9 +32,7 @@ mod narrow_bucket;
 mod sliding_counter;
 mod sliding_log;
 
-pub(crate) use bucket::Bucket;
-#[cfg(feature = "testing")]
-pub(crate) use bucket::MAX_CLOCK_SKEW;
+pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW};
 pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{CounterSnapshot, Grants};

@@ -87,6 +87,16 @@ impl<'a> Charge<'a> {
         }
     }
 
+    /// Creates a charge that an acquire in memory was called with.
+    pub(crate) fn of_parts(
+        key: &'a str,
+        quota: &'a Quota,
+        cost: u64,
+        policy: Option<&'a str>,
+    ) -> Self {
+        Self { policy, cost, ..Self::new(key, quota) }
+    }
+
     /// Sets the policy name to count under. The default has the algorithm and the window
     /// ([`Quota::default_policy_name`]).
     #[must_use]

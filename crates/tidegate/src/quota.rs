@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding, NarrowBucket, mul_div_ceil};
-use crate::store::memory::fingerprint::{HashSecret, PolicySum};
-use crate::store::memory::state::BucketTemplate;
+use crate::store::memory::fingerprint::PolicyRef;
+use crate::store::memory::state::{BucketTemplate, Lifetime};
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
 ///
@@ -47,11 +47,13 @@ pub struct Quota {
     template: BucketTemplate,
     /// Hash of the window. It shows whether a stored fraction of a unit refers to this window.
     window_tag: u8,
-    /// Idle time-to-live in milliseconds.
-    lifetime: u64,
+    /// Idle time-to-live of a count in memory.
+    lifetime: Lifetime,
+    /// The same for a bucket with an overdraft.
+    overdraft_lifetime: Lifetime,
     /// Policy name of charges that have none.
     default_policy_name: Arc<str>,
-    default_policy_sum: PolicySum,
+    default_policy: PolicyRef<'static>,
 }
 
 /// The reason why these parameters are not a valid quota.
@@ -163,8 +165,9 @@ impl Quota {
             narrow: NarrowBucket::NONE,
             template: BucketTemplate::default(),
             window_tag: window_tag(micros),
-            lifetime: 0,
-            default_policy_sum: HashSecret::global().policy_sum(&default_policy_name),
+            lifetime: Lifetime::default(),
+            overdraft_lifetime: Lifetime::default(),
+            default_policy: PolicyRef::default_of_quota(&default_policy_name),
             default_policy_name,
         };
         Ok(quota.with_precomputed())
@@ -172,7 +175,9 @@ impl Quota {
 
     /// Computes the numbers that a decision on a bucket in memory needs.
     fn with_precomputed(mut self) -> Self {
-        self.lifetime = lifetime(self.algorithm, self.drain);
+        let millis = lifetime_millis(self.algorithm, self.drain);
+        self.lifetime = Lifetime::from_millis(millis);
+        self.overdraft_lifetime = Lifetime::from_millis(10 * millis);
         if matches!(self.algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket) {
             self.narrow = NarrowBucket::new(self.limit, self.window, self.burst);
             self.template = BucketTemplate::new(&self);
@@ -245,7 +250,7 @@ impl Quota {
         }
         self.encoding = encoding;
         self.default_policy_name = default_policy_name(self.algorithm, encoding, self.window);
-        self.default_policy_sum = HashSecret::global().policy_sum(&self.default_policy_name);
+        self.default_policy = PolicyRef::default_of_quota(&self.default_policy_name);
         Ok(self)
     }
 
@@ -319,8 +324,8 @@ impl Quota {
     }
 
     #[inline]
-    pub(crate) fn default_policy_sum(&self) -> &PolicySum {
-        &self.default_policy_sum
+    pub(crate) fn default_policy(&self) -> &PolicyRef<'static> {
+        &self.default_policy
     }
 
     /// Returns this quota scaled down to another limit and burst, each at least 1 and no larger
@@ -339,7 +344,7 @@ impl Quota {
         &self.narrow
     }
 
-    /// Returns the low bits of a stored bucket.
+    /// Returns the bits of a stored bucket that depend only on the quota.
     #[inline]
     pub(crate) fn template(&self) -> &BucketTemplate {
         &self.template
@@ -359,20 +364,25 @@ impl Quota {
         self.drain
     }
 
-    /// Returns the idle time-to-live of a count, in milliseconds.
-    pub(crate) fn lifetime_millis(&self) -> u64 {
+    /// Returns the idle time-to-live of a count in memory.
+    pub(crate) fn lifetime(&self) -> Lifetime {
         self.lifetime
+    }
+
+    /// Returns the idle time-to-live of a bucket with an overdraft.
+    pub(crate) fn overdraft_lifetime(&self) -> Lifetime {
+        self.overdraft_lifetime
     }
 }
 
 /// Returns a hash of the window in eight bits. Common windows (seconds, minutes, hours, days)
 /// nearly always differ.
-fn window_tag(micros: u64) -> u8 {
+pub(crate) fn window_tag(micros: u64) -> u8 {
     micros.wrapping_mul(0x8d8e_3b13_e83b_3ab1).to_be_bytes()[0]
 }
 
 /// Returns the idle time-to-live in milliseconds. `drain` is the window, except for buckets.
-fn lifetime(algorithm: Algorithm, drain: u64) -> u64 {
+fn lifetime_millis(algorithm: Algorithm, drain: u64) -> u64 {
     let windows = if algorithm == Algorithm::SlidingCounter { 2 } else { 1 };
     (windows * drain).div_ceil(1_000)
 }

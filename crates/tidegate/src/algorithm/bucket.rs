@@ -17,7 +17,7 @@ use crate::quota::Quota;
 /// let the bucket drain twice for the same microsecond.
 pub(crate) const MAX_CLOCK_SKEW: u64 = 1_000;
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Bucket {
     /// Time of the level, in microseconds.
     pub(crate) time: u64,
@@ -61,7 +61,7 @@ impl Bucket {
 
     /// Returns the time to drain `units` and the fraction.
     #[inline]
-    fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
+    pub(super) fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
         let (window, limit) = (quota.window_micros(), quota.limit());
         // Usually all of it fits 64 bits, and one division is enough.
         if let Some(parts) =

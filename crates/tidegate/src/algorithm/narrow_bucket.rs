@@ -11,18 +11,25 @@ pub(crate) struct NarrowBucket {
     burst: u64,
     /// The burst in W-ths of a unit.
     capacity: u64,
+    /// The least level with a whole unit above the burst.
+    overdraft: u64,
     window: Reciprocal,
     limit: Reciprocal,
 }
 
 /// A level in W-ths of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct NarrowLevel(u64);
+pub(crate) struct NarrowLevel(pub(crate) u64);
 
 impl NarrowBucket {
     /// The numbers of a quota that is no bucket.
-    pub(crate) const NONE: Self =
-        Self { burst: 0, capacity: 0, window: Reciprocal::ONE, limit: Reciprocal::ONE };
+    pub(crate) const NONE: Self = Self {
+        burst: 0,
+        capacity: 0,
+        overdraft: 0,
+        window: Reciprocal::ONE,
+        limit: Reciprocal::ONE,
+    };
 
     /// Precomputes the numbers, each at least 1.
     pub(crate) fn new(limit: u64, window: u64, burst: u64) -> Self {
@@ -31,6 +38,7 @@ impl NarrowBucket {
             Some(capacity) if capacity < 1 << 60 => Self {
                 burst,
                 capacity,
+                overdraft: capacity + window,
                 window: Reciprocal::new(window),
                 limit: Reciprocal::new(limit),
             },
@@ -49,24 +57,35 @@ impl NarrowBucket {
         cost.wrapping_sub(1) < self.burst
     }
 
+    /// Returns whether the numbers fit 64 bits.
+    #[inline]
+    pub(crate) fn fits(&self) -> bool {
+        self.burst > 0
+    }
+
     /// Returns a stored level after `elapsed` microseconds. Returns `None` for numbers that only
     /// [`Bucket`](super::Bucket) handles.
     #[inline]
-    pub(crate) fn level(&self, units: u64, part: u64, elapsed: u64) -> Option<NarrowLevel> {
-        // A fraction of another window, whose tag is the same by chance, may be larger.
-        if units > self.burst || part >= self.window.divisor {
+    pub(crate) fn level(&self, stored: u64, elapsed: u64) -> Option<NarrowLevel> {
+        if stored >= self.overdraft {
             return None;
         }
         let drained = elapsed.checked_mul(self.limit.divisor)?;
-        let parts = units * self.window.divisor + part;
-        Some(NarrowLevel(parts.saturating_sub(drained)))
+        Some(NarrowLevel(stored.saturating_sub(drained)))
     }
 
     /// Returns the level with the cost, which is at most the burst, if there is room for it.
     #[inline]
-    pub(crate) fn spend(&self, level: NarrowLevel, cost: u64) -> Result<NarrowLevel, NarrowLevel> {
+    pub(crate) fn spend(&self, level: NarrowLevel, cost: u64) -> Option<NarrowLevel> {
         let spent = NarrowLevel(level.0 + cost * self.window.divisor);
-        if spent.0 <= self.capacity { Ok(spent) } else { Err(spent) }
+        (spent.0 <= self.capacity).then_some(spent)
+    }
+
+    /// Returns the time that the last admitted cost waits for the level below it to drain.
+    #[inline]
+    pub(crate) fn delay(&self, level: NarrowLevel, cost: u64) -> u64 {
+        let before = level.0 - cost * self.window.divisor;
+        if before == 0 { 0 } else { self.limit.divide_up(before) }
     }
 
     /// Returns whether this level is the whole burst.
@@ -75,61 +94,66 @@ impl NarrowBucket {
         level.0 >= self.capacity
     }
 
-    /// Returns the whole units of a level and the rest, in W-ths of a unit.
+    /// Returns the level of an empty bucket with a cost.
     #[inline]
-    pub(crate) fn split(&self, level: NarrowLevel) -> (u64, u64) {
-        let units = self.window.divide(level.0);
-        (units, level.0 - units * self.window.divisor)
+    pub(crate) fn first_level(&self, cost: u64) -> NarrowLevel {
+        NarrowLevel(cost * self.window.divisor)
     }
 
-    /// Returns the whole units that fit above a level.
+    /// Returns the whole units that fit above a level of an admitted cost.
+    #[inline]
+    pub(crate) fn remaining_above(&self, level: NarrowLevel) -> u64 {
+        self.burst - self.window.divide_up(level.0)
+    }
+
+    /// Returns the whole units that fit above a level, which is not 0.
     #[inline]
     pub(crate) fn remaining(&self, level: NarrowLevel) -> u64 {
         // The fraction of a unit above a burst that was lowered is an overdraft.
-        self.window.divide(self.capacity.saturating_sub(level.0))
+        self.burst.saturating_sub(self.window.divide_up(level.0))
     }
 
-    /// Returns the time until a level has drained.
+    /// Returns the time until a level has drained, which is not 0.
     #[inline]
     pub(crate) fn drain_time(&self, level: NarrowLevel) -> u64 {
-        // Rounded up.
-        self.limit.divide(level.0 + (self.limit.divisor - 1))
+        self.limit.divide_up(level.0)
     }
 
-    /// Returns the time until a level that is too high by a cost has room for it.
+    /// Returns the time until there is room for a cost above a level that has none.
     #[inline]
-    pub(crate) fn wait(&self, too_high: NarrowLevel) -> u64 {
-        self.drain_time(NarrowLevel(too_high.0 - self.capacity))
+    pub(crate) fn wait(&self, level: NarrowLevel, cost: u64) -> u64 {
+        let too_high = level.0 + cost * self.window.divisor;
+        self.limit.divide_up(too_high - self.capacity)
     }
 }
 
-/// A divisor below 2^62 and its inverse: a multiplication instead of a division.
+/// A divisor below 2^63 and its inverse: a multiplication instead of a division.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Reciprocal {
     divisor: u64,
-    /// 2^(64 + shift) / (2 · divisor), rounded up.
+    /// 2^(64 + shift) / divisor, less at most 1: the greatest integer below it.
     inverse: u64,
+    /// Logarithm of the divisor, rounded down.
     shift: u32,
 }
 
 impl Reciprocal {
-    const ONE: Self = Self { divisor: 1, inverse: 1 << 63, shift: 0 };
+    const ONE: Self = Self { divisor: 1, inverse: u64::MAX, shift: 0 };
 
     fn new(divisor: u64) -> Self {
-        // Twice the divisor is more than 2^shift and at most 2^(shift + 1), so that the inverse
-        // has 64 bits.
-        let shift = (2 * divisor - 1).ilog2();
-        let inverse = (1_u128 << (64 + shift)).div_ceil(u128::from(2 * divisor));
+        let shift = divisor.ilog2();
+        let inverse = ((1_u128 << (64 + shift)) - 1) / u128::from(divisor);
         Self { divisor, inverse: u64::try_from(inverse).unwrap_or(u64::MAX), shift }
     }
 
-    /// Returns the quotient of a number below 2^62. The inverse is too large by less than one, so
-    /// the product is too large by less than 2^63. Every product is at least that far below the
-    /// next multiple of 2^(64 + shift), so the quotient is exact.
+    /// Returns the quotient of a number from 1 to 2^63, rounded up. The product with the inverse is
+    /// less than the quotient, but by less than 1 / divisor, because the number times the divisor
+    /// is less than 2^(64 + shift). So without its fraction it is the greatest integer below the
+    /// quotient.
     #[inline]
-    fn divide(self, number: u64) -> u64 {
-        let product = u128::from(2 * number) * u128::from(self.inverse);
-        (product >> 64) as u64 >> (self.shift % 64)
+    fn divide_up(self, number: u64) -> u64 {
+        let product = u128::from(number) * u128::from(self.inverse);
+        ((product >> 64) as u64).wrapping_shr(self.shift) + 1
     }
 }
 
@@ -152,11 +176,14 @@ mod tests {
 
         #[test]
         fn a_reciprocal_divides_exactly(number in number(), divisor in number(), near in 0..3_u64) {
-            const MAX: u64 = (1 << 62) - 1;
+            const MAX: u64 = (1 << 63) - 1;
             let (number, divisor) = (number & MAX, (divisor & MAX).max(1));
             let multiple = (number / divisor * divisor + near).saturating_sub(1).min(MAX);
-            for number in [number, multiple, MAX] {
-                prop_assert_eq!(Reciprocal::new(divisor).divide(number), number / divisor);
+            for divisor in [divisor, 1, 2] {
+                for number in [number, multiple, MAX].map(|number| number.max(1)) {
+                    let quotient = Reciprocal::new(divisor).divide_up(number);
+                    prop_assert_eq!(quotient, number.div_ceil(divisor));
+                }
             }
         }
 
@@ -181,28 +208,33 @@ mod tests {
             if !narrow.can_admit(cost) {
                 return Ok(());
             }
-            let Some(level) = narrow.level(units, part, elapsed) else { return Ok(()) };
+            let parts = |bucket: &Bucket| bucket.level * window + bucket.part;
+            let stored = units * window + part;
+            let Some(level) = narrow.level(stored, elapsed) else { return Ok(()) };
             let now = elapsed + 7;
             let mut bucket =
                 Bucket { time: 7, level: units, part, window_tag: quota.window_tag() };
             bucket.advance_to(&quota, now);
             let remaining = bucket.remaining(&quota);
-            prop_assert_eq!(narrow.remaining(level), remaining);
+            prop_assert_eq!(level.0, parts(&bucket));
+            prop_assert!(level.0 == 0 || narrow.remaining(level) == remaining);
             match narrow.spend(level, cost) {
-                Ok(level) => {
+                Some(level) => {
                     prop_assert!(cost <= remaining);
+                    let delay = bucket.drain_time(&quota, bucket.level);
+                    prop_assert_eq!(narrow.delay(level, cost), delay);
                     let reset_after = bucket.reset_after(&quota, now, cost);
                     prop_assert_eq!(narrow.drain_time(level), reset_after);
                     bucket.spend(&quota, now, cost);
-                    prop_assert_eq!(narrow.split(level), (bucket.level, bucket.part));
+                    prop_assert_eq!(level.0, parts(&bucket));
                     prop_assert_eq!(narrow.remaining(level), bucket.remaining(&quota));
+                    prop_assert_eq!(narrow.remaining_above(level), bucket.remaining(&quota));
                     prop_assert_eq!(narrow.is_full(level), bucket.level >= burst);
                 }
-                Err(too_high) => {
+                None => {
                     prop_assert!(cost > remaining);
-                    prop_assert_eq!(narrow.wait(too_high), bucket.wait_for(&quota, now, cost));
+                    prop_assert_eq!(narrow.wait(level, cost), bucket.wait_for(&quota, now, cost));
                     prop_assert_eq!(narrow.drain_time(level), bucket.reset_after(&quota, now, 0));
-                    prop_assert_eq!(narrow.split(level), (bucket.level, bucket.part));
                 }
             }
         }

@@ -57,10 +57,14 @@ impl BlockingStore for MemoryStore {
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, Error> {
-        self.decide_checked(action, charge, || Ok(charge.check(action)?))
+        if action == Action::Acquire {
+            return self.acquire_now(charge);
+        }
+        self.decide_any(action, charge, || Ok(charge.check(action)?))
     }
 
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     fn acquire_blocking(self: &Arc<Self>, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.acquire_now(charge)
     }
@@ -104,7 +108,8 @@ impl<S> Copy for Blocking<'_, S> {}
 
 impl<S: BlockingStore> Blocking<'_, S> {
     /// Decides a charge and, if it is allowed, takes its units; see [`Limiter::acquire`].
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.store.acquire_blocking(charge)
     }

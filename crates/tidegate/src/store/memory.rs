@@ -11,7 +11,7 @@
 //! quota. It rejects a new key if all keys that it looks at have.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use spin::mutex::SpinMutexGuard;
 
@@ -100,7 +100,7 @@ struct KeyStats {
 #[derive(Debug)]
 enum StoreClock {
     System(SystemClock),
-    Custom(Arc<dyn Clock>),
+    Custom(Box<dyn Clock>),
 }
 
 impl StoreClock {
@@ -161,7 +161,15 @@ impl MemoryStore {
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
-        self.decide_checked(action, charge, || Ok(()))
+        if action == Action::Acquire && charge.quota().narrow().can_admit(charge.cost()) {
+            match self.acquire_now(charge) {
+                Ok(decision) => return Ok(decision),
+                Err(Error::Store(error)) => return Err(error),
+                // The charge was not validated: that is up to the caller.
+                Err(_) => {}
+            }
+        }
+        self.decide_any(action, charge, || Ok(()))
     }
 
     /// Returns whether this charge's key has a count, which may have expired and not been swept
@@ -196,26 +204,11 @@ impl MemoryStore {
         self.sweep(&mut table, now);
     }
 
-    /// Decides a charge that `check` validates. An acquire of an existing key skips the check,
-    /// because the key was checked when it was inserted. The error type is the caller's, so that
-    /// the result is written only once.
+    /// Decides a charge that `check` validates, by the general arithmetic. An acquire of an existing
+    /// key skips the check, because the key was checked when it was inserted. The error type is the
+    /// caller's, so that the result is written only once.
     #[inline]
-    pub(crate) fn decide_checked<E: From<StoreError>>(
-        &self,
-        action: Action,
-        charge: &Charge<'_>,
-        check: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Decision, E> {
-        if action == Action::Acquire {
-            self.acquire_checked(charge, check)
-        } else {
-            self.decide_any(action, charge, check)
-        }
-    }
-
-    /// Decides a charge by the general arithmetic.
-    #[inline]
-    fn decide_any<E: From<StoreError>>(
+    pub(crate) fn decide_any<E: From<StoreError>>(
         &self,
         action: Action,
         charge: &Charge<'_>,

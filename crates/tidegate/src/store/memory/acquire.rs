@@ -2,90 +2,148 @@
 
 use std::time::Duration;
 
+use spin::mutex::SpinMutexGuard;
+
 use super::MemoryStore;
-use super::fingerprint::Fingerprint;
-use super::state::PackedState;
+use super::fingerprint::{Fingerprint, PolicyRef};
 use super::table::Table;
 use crate::action::Action;
-use crate::algorithm::{Algorithm, Bucket, NarrowLevel};
+use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, NarrowLevel};
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::limiter::Error;
-use crate::store::StoreError;
+use crate::quota::Quota;
+
+/// Result of an acquire of a bucket. It fits two registers, and the caller computes only those
+/// fields of the decision that it uses.
+pub(super) enum Outcome {
+    /// Admitted: the level with the cost.
+    Allowed(NarrowLevel),
+    /// Denied: the level.
+    Denied(NarrowLevel),
+    /// Any other result, which is rare.
+    Other(Box<Result<Decision, Error>>),
+}
 
 impl MemoryStore {
     /// Validates and decides an acquire.
-    #[inline(never)]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.acquire_checked(charge, || Ok(charge.check(Action::Acquire)?))
+        let (quota, cost) = (charge.quota(), charge.cost());
+        if quota.narrow().can_admit(cost) {
+            let named;
+            let policy = match charge.explicit_policy() {
+                None => quota.default_policy(),
+                Some(name) => {
+                    named = PolicyRef::new(name, self.secret);
+                    &named
+                }
+            };
+            return match self.acquire_bucket(charge.key(), quota, cost, policy) {
+                Outcome::Allowed(level) => Ok(allowed(quota, cost, level)),
+                Outcome::Denied(level) => Ok(denied(quota, cost, level)),
+                Outcome::Other(result) => *result,
+            };
+        }
+        // The parts of the charge are passed in registers, so that the compiler can keep a charge
+        // that the caller has just created out of memory.
+        self.acquire_any(charge.key(), quota, cost, charge.explicit_policy())
     }
 
-    /// Decides an acquire that `check` validates. Nearly every one is of an existing bucket, which
-    /// takes a straight line of 64-bit arithmetic; see
-    /// [`NarrowBucket`](crate::algorithm::NarrowBucket).
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the decision is written only once")]
-    pub(super) fn acquire_checked<E: From<StoreError>>(
+    #[inline(never)]
+    fn acquire_any(
         &self,
-        charge: &Charge<'_>,
-        check: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Decision, E> {
-        let narrow = charge.quota().narrow();
-        if !narrow.can_admit(charge.cost()) {
-            return self.decide_any(Action::Acquire, charge, check);
-        }
-        let fingerprint = Fingerprint::of(charge, self.secret);
-        let shard = self.shard(fingerprint);
-        // Read the clock before the lock, so that it overlaps with the computation of the
-        // fingerprint.
-        let now = self.clock.now();
-        let mut table = shard.lock();
-        let Some((state, before)) = find_bucket(&mut table, charge, fingerprint, now) else {
-            check()?;
-            return Ok(self.decide_slow::<Bucket>(Action::Acquire, charge, fingerprint, table)?);
-        };
-        match narrow.spend(before, charge.cost()) {
-            Ok(after) => {
-                let (units, part) = narrow.split(after);
-                *state = PackedState::bucket(now, units, part, charge.quota().template())
-                    .exhausted_if(narrow.is_full(after));
-                self.sweep(&mut table, now);
-                drop(table);
-                let remaining = narrow.burst() - units - u64::from(part > 0);
-                let mut decision = Decision::allow(narrow.burst(), remaining)
-                    .with_reset_after(Duration::from_micros(narrow.drain_time(after)));
-                if charge.quota().algorithm() == Algorithm::LeakyBucket {
-                    decision.delay = Duration::from_micros(narrow.drain_time(before));
+        key: &str,
+        quota: &Quota,
+        cost: u64,
+        policy: Option<&str>,
+    ) -> Result<Decision, Error> {
+        let charge = Charge::of_parts(key, quota, cost, policy);
+        self.decide_any(Action::Acquire, &charge, || Ok(charge.check(Action::Acquire)?))
+    }
+
+    /// Decides an acquire of a bucket. Nearly every one is of an existing key, which need not be
+    /// validated again, and takes a straight line of 64-bit arithmetic; see
+    /// [`NarrowBucket`](crate::algorithm::NarrowBucket).
+    #[inline(never)]
+    fn acquire_bucket(
+        &self,
+        key: &str,
+        quota: &Quota,
+        cost: u64,
+        policy: &PolicyRef<'_>,
+    ) -> Outcome {
+        let (narrow, template) = (quota.narrow(), quota.template());
+        let mut now = self.clock.now();
+        let fingerprint = self.secret.fingerprint(key, policy.sum());
+        let mut table = self.shard(fingerprint).lock();
+        'general: {
+            let Some(state) = table.get_state_mut(fingerprint) else { break 'general };
+            let Some((time, stored)) = state.bucket_of(template) else { break 'general };
+            if time > now {
+                // The clock stepped back; or another thread got the lock first, and this is its
+                // time.
+                if time - now > MAX_CLOCK_SKEW {
+                    break 'general;
                 }
-                Ok(decision)
+                now = time;
             }
-            Err(too_high) => {
+            let Some(before) = narrow.level(stored, now - time) else { break 'general };
+            let Some(after) = narrow.spend(before, cost) else {
                 self.sweep(&mut table, now);
-                drop(table);
-                let retry_after = Duration::from_micros(narrow.wait(too_high));
-                Ok(Decision::deny(narrow.burst(), retry_after)
-                    .with_remaining(narrow.remaining(before))
-                    .with_reset_after(Duration::from_micros(narrow.drain_time(before))))
-            }
+                return Outcome::Denied(before);
+            };
+            state.set_bucket(now, after.0, narrow.is_full(after), template);
+            self.sweep(&mut table, now);
+            return Outcome::Allowed(after);
         }
+        let charge = Charge::of_parts(key, quota, cost, policy.name());
+        self.acquire_slow(&charge, fingerprint, table)
+    }
+
+    /// Decides an acquire of a new bucket, or of one whose numbers are not those of the quota.
+    #[cold]
+    #[inline(never)]
+    fn acquire_slow<'a>(
+        &'a self,
+        charge: &Charge<'_>,
+        fingerprint: Fingerprint,
+        table: SpinMutexGuard<'a, Table>,
+    ) -> Outcome {
+        if let Err(error) = charge.check(Action::Acquire) {
+            return Outcome::Other(Box::new(Err(error.into())));
+        }
+        let result = self.decide_slow::<Bucket>(Action::Acquire, charge, fingerprint, table);
+        let (quota, cost) = (charge.quota(), charge.cost());
+        // A box is allocated only if this is not the first charge of a key.
+        let first = quota.narrow().first_level(cost);
+        if result.as_ref().is_ok_and(|decision| *decision == allowed(quota, cost, first)) {
+            return Outcome::Allowed(first);
+        }
+        Outcome::Other(Box::new(result.map_err(Error::from)))
     }
 }
 
-/// Returns the state of the charge's bucket and its level now. Returns `None` for a new key, and if
-/// the numbers are not those of the charge's quota.
-#[inline(always)]
-#[expect(clippy::inline_always, reason = "its result would be passed in memory")]
-fn find_bucket<'a>(
-    table: &'a mut Table,
-    charge: &Charge<'_>,
-    fingerprint: Fingerprint,
-    now: u64,
-) -> Option<(&'a mut PackedState, NarrowLevel)> {
-    let state = table.get_state_mut(fingerprint)?;
-    let (time, units, part) = state.bucket_of(charge.quota().template())?;
-    // If the clock stepped back, the general path reads it again.
-    let level = charge.quota().narrow().level(units, part, now.checked_sub(time)?)?;
-    Some((state, level))
+/// Returns the decision that has led to this level.
+#[inline]
+fn allowed(quota: &Quota, cost: u64, level: NarrowLevel) -> Decision {
+    let narrow = quota.narrow();
+    let mut decision = Decision::allow(narrow.burst(), narrow.remaining_above(level))
+        .with_reset_after(Duration::from_micros(narrow.drain_time(level)));
+    if quota.algorithm() == Algorithm::LeakyBucket {
+        decision.delay = Duration::from_micros(narrow.delay(level, cost));
+    }
+    decision
+}
+
+/// Returns the denial of a cost at this level.
+#[inline]
+fn denied(quota: &Quota, cost: u64, level: NarrowLevel) -> Decision {
+    let narrow = quota.narrow();
+    Decision::deny(narrow.burst(), Duration::from_micros(narrow.wait(level, cost)))
+        .with_remaining(narrow.remaining(level))
+        .with_reset_after(Duration::from_micros(narrow.drain_time(level)))
 }
 
 #[cfg(test)]

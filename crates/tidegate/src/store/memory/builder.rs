@@ -1,6 +1,5 @@
 //! [`Builder`]: the options of a [`MemoryStore`].
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 
 use super::fingerprint::HashSecret;
@@ -22,7 +21,7 @@ const MIN_LOG_ENTRIES: usize = 10_000;
 /// ```
 #[derive(Debug)]
 pub struct Builder {
-    clock: Option<Arc<dyn Clock>>,
+    clock: Option<Box<dyn Clock>>,
     max_keys: usize,
     max_log_bytes: Option<usize>,
 }
@@ -35,7 +34,7 @@ impl Builder {
     /// Sets the clock; the default is a [`SystemClock`].
     #[must_use]
     pub fn clock(mut self, clock: impl Clock) -> Self {
-        self.clock = Some(Arc::new(clock));
+        self.clock = Some(Box::new(clock));
         self
     }
 

@@ -3,26 +3,32 @@
 //!
 //! | word | high bits | low bits |
 //! | --- | --- | --- |
-//! | 0 | time, 53 | window tag, 8; exhausted, 1; kind, 2 |
-//! | 1 | units, 40 | lifetime, its high 24 |
-//! | 2 | parts, 45 | lifetime, its low 19 |
+//! | 0 | time, 53 | lifetime, its low 7; exhausted, 1; wide, 1; kind, 2 |
+//! | 1 | units, 64 | |
+//! | 2 | parts, 45 | lifetime, its high 19 |
 //!
 //! No `Quota` needs more: the maximum is 10^12 units and a window of 366 days in microseconds. The
-//! lifetime is in milliseconds, rounded up; the sweep uses it to find expired entries.
+//! units of a bucket are its level in W-ths of a unit, and its parts are the window W, so that
+//! [`NarrowBucket`](crate::algorithm::NarrowBucket) needs neither. A *wide* bucket, whose level
+//! would not fit 64 bits, has the whole units, a tag of the window, and the fraction.
+//!
+//! The [lifetime](Lifetime) is rounded up; the sweep uses it to find expired entries.
 
 use super::logs::Logs;
 use crate::algorithm::{Bucket, Counter, FixedWindow, SlidingCounter, SlidingLog};
-use crate::quota::Quota;
+use crate::quota::{Quota, window_tag};
 
 /// The latest time that a state can hold: the year 2255.
 pub(super) const MAX_TIME: u64 = (1 << (64 - TIME_SHIFT)) - 1;
 
 const KIND_BITS: u32 = 2;
-const EXHAUSTED: u64 = 1 << KIND_BITS;
-const TAG_SHIFT: u32 = KIND_BITS + 1;
-const TIME_SHIFT: u32 = TAG_SHIFT + 8;
-const LOW_LIFETIME_BITS: u32 = 19;
-const HIGH_LIFETIME_BITS: u32 = 24;
+const WIDE: u64 = 1 << KIND_BITS;
+const EXHAUSTED: u64 = WIDE << 1;
+const LIFETIME_SHIFT: u32 = KIND_BITS + 2;
+const LOW_LIFETIME_BITS: u32 = 7;
+const TIME_SHIFT: u32 = LIFETIME_SHIFT + LOW_LIFETIME_BITS;
+const HIGH_LIFETIME_BITS: u32 = 19;
+const TAG_BITS: u32 = 8;
 
 /// The type of a stored counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,13 +43,42 @@ pub(super) enum CounterKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct PackedState([u64; 3]);
 
-/// The low bits of a bucket without an overdraft, which depend only on its quota.
+/// The bits of a bucket without an overdraft that depend only on its quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct BucketTemplate([u64; 3]);
+pub(crate) struct BucketTemplate {
+    /// The low bits of word 0.
+    low: u64,
+    /// Word 2.
+    window: u64,
+}
 
 impl BucketTemplate {
     pub(crate) fn new(quota: &Quota) -> Self {
-        Self(PackedState::new(CounterKind::Bucket, 0, 0, 0, quota).0)
+        let [low, _, window] = Bucket::default().packed(quota).0;
+        Self { low, window }
+    }
+}
+
+/// A time in milliseconds in 26 bits, rounded up by less than a millionth: 21 bits, and 5 for the
+/// power of two that they are multiplied with. Longer lifetimes are greater.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub(crate) struct Lifetime(u64);
+
+impl Lifetime {
+    const NUMBER_BITS: u32 = 21;
+
+    pub(crate) fn from_millis(millis: u64) -> Self {
+        let bits = u64::BITS - millis.leading_zeros();
+        let power = bits.saturating_sub(Self::NUMBER_BITS);
+        let number = millis.div_ceil(1 << power);
+        // Rounding up may take one bit more, which is that of the next power.
+        let rounded_up = number >> Self::NUMBER_BITS;
+        let (power, number) = (u64::from(power) + rounded_up, number >> rounded_up);
+        Self(power << Self::NUMBER_BITS | number)
+    }
+
+    fn millis(self) -> u64 {
+        (self.0 & low_bits(Self::NUMBER_BITS)) << (self.0 >> Self::NUMBER_BITS)
     }
 }
 
@@ -74,23 +109,43 @@ impl StoredCounter for Bucket {
 
     #[inline]
     fn unpack(state: PackedState, _logs: &mut Logs) -> Self {
-        Self {
-            time: state.time(),
-            level: state.units(),
-            part: state.parts(),
-            window_tag: state.window_tag(),
+        let (time, units, parts) = (state.time(), state.units(), state.parts());
+        if state.0[0] & WIDE != 0 {
+            let window_tag = units.to_le_bytes()[0];
+            return Self { time, level: units >> TAG_BITS, part: parts, window_tag };
         }
+        let window = parts.max(1);
+        Self { time, level: units / window, part: units % window, window_tag: window_tag(window) }
     }
 
     #[inline]
     fn pack(self, quota: &Quota, _before: Option<PackedState>, _logs: &mut Logs) -> PackedState {
-        PackedState::new(Self::KIND, self.time, self.level, self.part, quota)
-            .exhausted_if(self.level >= quota.burst())
+        self.packed(quota)
     }
 
     #[inline]
     fn try_copy(&self) -> Option<Self> {
         Some(*self)
+    }
+}
+
+impl Bucket {
+    /// Packs a bucket that was advanced with this quota.
+    #[inline]
+    fn packed(self, quota: &Quota) -> PackedState {
+        let Self { time, level, part, .. } = self;
+        debug_assert!(level < 1 << 40 && part < quota.window_micros(), "{self:?}");
+        let lifetime = bucket_lifetime(level, quota);
+        let state = if quota.narrow().fits() {
+            let window = quota.window_micros();
+            PackedState::new(Self::KIND, time, level * window + part, window, lifetime)
+        } else {
+            let units = level << TAG_BITS | u64::from(quota.window_tag());
+            let mut state = PackedState::new(Self::KIND, time, units, part, lifetime);
+            state.0[0] |= WIDE;
+            state
+        };
+        state.exhausted_if(level >= quota.burst())
     }
 }
 
@@ -104,7 +159,7 @@ impl StoredCounter for FixedWindow {
 
     #[inline]
     fn pack(self, quota: &Quota, _before: Option<PackedState>, _logs: &mut Logs) -> PackedState {
-        PackedState::new(Self::KIND, self.start, self.count, 0, quota)
+        PackedState::new(Self::KIND, self.start, self.count, 0, quota.lifetime())
             .exhausted_if(self.count >= quota.limit())
     }
 
@@ -124,7 +179,7 @@ impl StoredCounter for SlidingCounter {
 
     #[inline]
     fn pack(self, quota: &Quota, _before: Option<PackedState>, _logs: &mut Logs) -> PackedState {
-        PackedState::new(Self::KIND, self.start, self.current, self.previous, quota)
+        PackedState::new(Self::KIND, self.start, self.current, self.previous, quota.lifetime())
             .exhausted_if(self.current + self.previous >= quota.limit())
     }
 
@@ -147,7 +202,8 @@ impl StoredCounter for SlidingLog {
         let is_exhausted = self.level() >= quota.limit();
         let index = before.map_or_else(|| logs.allocate(), PackedState::log_index);
         logs.put(index, self);
-        PackedState::new(Self::KIND, newest, u64::from(index), 0, quota).exhausted_if(is_exhausted)
+        PackedState::new(Self::KIND, newest, u64::from(index), 0, quota.lifetime())
+            .exhausted_if(is_exhausted)
     }
 
     fn restore(self, state: PackedState, logs: &mut Logs) {
@@ -159,21 +215,15 @@ impl PackedState {
     /// The state of an empty slot.
     pub(super) const EMPTY: Self = Self([0; 3]);
 
-    /// Packs a counter that lives for the quota's lifetime from `time` on.
+    /// Packs a counter that lives for `lifetime` from `time` on.
     #[inline]
-    fn new(kind: CounterKind, time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
-        debug_assert!(
-            time <= MAX_TIME && units < 1 << 40 && parts < 1 << 45,
-            "{time} {units} {parts}"
-        );
-        let is_bucket = kind == CounterKind::Bucket;
-        let millis =
-            if is_bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
-        let tag = if is_bucket { quota.window_tag() } else { 0 };
+    fn new(kind: CounterKind, time: u64, units: u64, parts: u64, lifetime: Lifetime) -> Self {
+        debug_assert!(time <= MAX_TIME && parts < 1 << 45, "{time} {parts}");
+        let low_lifetime = lifetime.0 & low_bits(LOW_LIFETIME_BITS);
         Self([
-            time << TIME_SHIFT | u64::from(tag) << TAG_SHIFT | kind as u64,
-            units << HIGH_LIFETIME_BITS | millis >> LOW_LIFETIME_BITS,
-            parts << LOW_LIFETIME_BITS | millis & low_bits(LOW_LIFETIME_BITS),
+            time << TIME_SHIFT | low_lifetime << LIFETIME_SHIFT | kind as u64,
+            units,
+            parts << HIGH_LIFETIME_BITS | lifetime.0 >> LOW_LIFETIME_BITS,
         ])
     }
 
@@ -200,43 +250,38 @@ impl PackedState {
         self.0[0] & low_bits(KIND_BITS) == kind as u64
     }
 
-    /// Returns the tag of the window that the parts of a bucket refer to.
-    fn window_tag(self) -> u8 {
-        (self.0[0] >> TAG_SHIFT).to_le_bytes()[0]
-    }
-
     fn time(self) -> u64 {
         self.0[0] >> TIME_SHIFT
     }
 
     fn units(self) -> u64 {
-        self.0[1] >> HIGH_LIFETIME_BITS
+        self.0[1]
     }
 
     fn parts(self) -> u64 {
-        self.0[2] >> LOW_LIFETIME_BITS
+        self.0[2] >> HIGH_LIFETIME_BITS
     }
 
-    /// Returns the time, units and fraction of a bucket with this template.
+    /// Returns the time and the level of a bucket with this template.
     #[inline]
-    pub(super) fn bucket_of(self, template: &BucketTemplate) -> Option<(u64, u64, u64)> {
-        let [time, units, parts] = self.0;
-        let [low_time, low_units, low_parts] = template.0;
-        let difference = (time ^ low_time) & low_bits(TIME_SHIFT) & !EXHAUSTED
-            | (units ^ low_units) & low_bits(HIGH_LIFETIME_BITS)
-            | (parts ^ low_parts) & low_bits(LOW_LIFETIME_BITS);
-        (difference == 0).then_some((self.time(), self.units(), self.parts()))
+    pub(super) fn bucket_of(&self, template: &BucketTemplate) -> Option<(u64, u64)> {
+        let [time, level, window] = self.0;
+        let is_same = window == template.window
+            && (time ^ template.low) & low_bits(TIME_SHIFT) & !EXHAUSTED == 0;
+        is_same.then_some((time >> TIME_SHIFT, level))
     }
 
-    /// Packs a bucket that [`bucket_of`](Self::bucket_of) has unpacked.
+    /// Changes the time and the level of a bucket with this template.
     #[inline]
-    pub(super) fn bucket(time: u64, units: u64, parts: u64, template: &BucketTemplate) -> Self {
-        let [low_time, low_units, low_parts] = template.0;
-        Self([
-            time << TIME_SHIFT | low_time,
-            units << HIGH_LIFETIME_BITS | low_units,
-            parts << LOW_LIFETIME_BITS | low_parts,
-        ])
+    pub(super) fn set_bucket(
+        &mut self,
+        time: u64,
+        level: u64,
+        is_exhausted: bool,
+        template: &BucketTemplate,
+    ) {
+        self.0[0] = time << TIME_SHIFT | template.low | (u64::from(is_exhausted) * EXHAUSTED);
+        self.0[1] = level;
     }
 
     /// Returns the index of a log in [`Logs`], which takes the place of the units.
@@ -246,31 +291,31 @@ impl PackedState {
 
     /// Returns the state of a log that has moved to another index.
     pub(super) fn with_log_index(self, index: u32) -> Self {
-        let [time, before, parts] = self.0;
-        let units = u64::from(index) << HIGH_LIFETIME_BITS;
-        Self([time, units | before & low_bits(HIGH_LIFETIME_BITS), parts])
+        let [time, _, parts] = self.0;
+        Self([time, u64::from(index), parts])
     }
 
     /// Returns the time (µs) at which the entry may be evicted.
     pub(super) fn expires_at(self) -> u64 {
-        self.time() + 1_000 * self.lifetime_millis()
+        self.time() + 1_000 * self.lifetime().millis()
     }
 
     /// Returns whether the lifetime is long enough for this quota.
     #[inline]
     pub(super) fn lives_for(self, kind: CounterKind, quota: &Quota) -> bool {
-        self.lifetime_for(kind, quota) <= self.lifetime_millis()
+        self.lifetime_for(kind, quota) <= self.lifetime()
     }
 
     /// Returns the same state with the lifetime that this quota needs.
     #[cold]
     pub(super) fn with_lifetime_for(self, kind: CounterKind, quota: &Quota) -> Self {
         let [time, units, parts] = self.0;
-        let millis = self.lifetime_for(kind, quota);
+        let lifetime = self.lifetime_for(kind, quota).0;
+        let low_mask = low_bits(LOW_LIFETIME_BITS) << LIFETIME_SHIFT;
         Self([
-            time,
-            units & !low_bits(HIGH_LIFETIME_BITS) | millis >> LOW_LIFETIME_BITS,
-            parts & !low_bits(LOW_LIFETIME_BITS) | millis & low_bits(LOW_LIFETIME_BITS),
+            time & !low_mask | lifetime << LIFETIME_SHIFT & low_mask,
+            units,
+            parts & !low_bits(HIGH_LIFETIME_BITS) | lifetime >> LOW_LIFETIME_BITS,
         ])
     }
 
@@ -284,30 +329,29 @@ impl PackedState {
     /// Returns whether this state may expire before the other.
     #[inline]
     pub(super) fn may_expire_before(self, other: Self) -> bool {
-        self.time() < other.time() || self.lifetime_millis() < other.lifetime_millis()
+        self.time() < other.time() || self.lifetime() < other.lifetime()
     }
 
     #[inline]
-    fn lifetime_for(self, kind: CounterKind, quota: &Quota) -> u64 {
+    fn lifetime_for(self, kind: CounterKind, quota: &Quota) -> Lifetime {
         if kind == CounterKind::Bucket {
-            bucket_lifetime(self.units(), quota)
+            bucket_lifetime(Bucket::unpack(self, &mut Logs::default()).level, quota)
         } else {
-            quota.lifetime_millis()
+            quota.lifetime()
         }
     }
 
-    fn lifetime_millis(self) -> u64 {
-        (self.0[1] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS
-            | self.0[2] & low_bits(LOW_LIFETIME_BITS)
+    fn lifetime(self) -> Lifetime {
+        let low = self.0[0] >> LIFETIME_SHIFT & low_bits(LOW_LIFETIME_BITS);
+        Lifetime((self.0[2] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS | low)
     }
 }
 
 /// Returns the lifetime of a bucket. An overdrawn bucket holds up to [ten times](Quota::max_level)
 /// its burst and takes that much longer to drain.
 #[inline]
-fn bucket_lifetime(level: u64, quota: &Quota) -> u64 {
-    let lifetime = quota.lifetime_millis();
-    if level > quota.burst() { 10 * lifetime } else { lifetime }
+fn bucket_lifetime(level: u64, quota: &Quota) -> Lifetime {
+    if level > quota.burst() { quota.overdraft_lifetime() } else { quota.lifetime() }
 }
 
 const fn low_bits(count: u32) -> u64 {
@@ -318,35 +362,64 @@ const fn low_bits(count: u32) -> u64 {
 mod tests {
     use std::time::Duration;
 
+    use proptest::prelude::*;
+
     use super::*;
+
+    fn unpack(state: PackedState) -> Bucket {
+        Bucket::unpack(state, &mut Logs::default())
+    }
 
     #[test]
     fn largest_numbers_of_a_quota_fit() {
         let window = Duration::from_secs(366 * 86_400);
         let quota =
             Quota::token_bucket(1, window).and_then(|quota| quota.with_burst(10)).expect("valid");
-        let parts = quota.window_micros() - 1;
-        let state =
-            PackedState::new(CounterKind::Bucket, MAX_TIME, Quota::MAX_LIMIT, parts, &quota);
-        assert_eq!(
-            (state.time(), state.units(), state.parts()),
-            (MAX_TIME, Quota::MAX_LIMIT, parts)
-        );
-        assert_eq!(
-            state.expires_at(),
-            MAX_TIME + 100 * quota.window_micros(),
-            "an overdraft takes longer to drain"
-        );
-        let full = PackedState::new(CounterKind::Bucket, MAX_TIME, quota.burst(), 0, &quota);
-        assert_eq!(full.expires_at(), MAX_TIME + 10 * quota.window_micros());
-        assert!(state.is_of(CounterKind::Bucket) && !state.is_of(CounterKind::Window));
+        let wide = Quota::token_bucket(Quota::MAX_LIMIT, window).expect("valid");
+        for (quota, level) in [(&quota, quota.max_level()), (&wide, Quota::MAX_LIMIT)] {
+            let part = quota.window_micros() - 1;
+            let window_tag = quota.window_tag();
+            let bucket = Bucket { time: MAX_TIME, level, part, window_tag };
+            let state = bucket.packed(quota);
+            assert_eq!(unpack(state), bucket);
+            assert!(state.is_of(CounterKind::Bucket) && !state.is_of(CounterKind::Window));
+            let lives = MAX_TIME + quota.overdraft_lifetime().millis() * 1_000;
+            assert!(state.expires_at() <= lives);
+            assert!(state.is_exhausted() && state.bucket_of(quota.template()).is_none());
+        }
+        let drain = 10 * quota.window_micros();
+        let expiry = |level| {
+            let bucket = Bucket { time: 7, level, ..Bucket::default() };
+            bucket.packed(&quota).expires_at() - 7
+        };
+        let rounded_up = |micros: u64| micros..=micros + micros / 1_000_000;
+        assert!(rounded_up(drain).contains(&expiry(quota.burst())));
+        assert!(rounded_up(10 * drain).contains(&expiry(quota.burst() + 1)), "an overdraft");
+    }
+
+    #[test]
+    fn a_bucket_of_a_template_is_changed_like_a_packed_one() {
+        let quota = Quota::token_bucket(100, Duration::from_secs(60)).expect("valid");
+        let window = quota.window_micros();
+        let bucket = |time, level, part| Bucket { time, level, part, ..Bucket::default() };
+        let mut state = bucket(1, 100, 0).packed(&quota);
+        assert_eq!(state.bucket_of(quota.template()), Some((1, 100 * window)));
+        for (level, is_exhausted) in [(99, false), (100, true)] {
+            state.set_bucket(9, level * window + 7, is_exhausted, quota.template());
+            assert_eq!(state, bucket(9, level, 7).packed(&quota));
+        }
+        let other = Quota::token_bucket(100, Duration::from_secs(61)).expect("valid");
+        assert_eq!(state.bucket_of(other.template()), None);
+        let longer = quota.with_burst(101).expect("valid");
+        assert_eq!(state.bucket_of(longer.template()), None, "of another lifetime");
     }
 
     #[test]
     fn lifetime_is_rounded_up_and_independent_of_the_numbers() {
         let quota =
             |micros| Quota::sliding_counter(1, Duration::from_micros(micros)).expect("valid");
-        let state = PackedState::new(CounterKind::Counter, 7, 8, 9, &quota(1_001));
+        let lifetime = quota(1_001).lifetime();
+        let state = PackedState::new(CounterKind::Counter, 7, 8, 9, lifetime);
         assert_eq!(state.expires_at(), 7 + 3_000, "two windows, in whole milliseconds");
         assert!(
             state.lives_for(CounterKind::Counter, &quota(1_500))
@@ -356,5 +429,20 @@ mod tests {
         assert_eq!((longer.time(), longer.units(), longer.parts()), (7, 8, 9));
         assert_eq!(longer.expires_at(), 7 + 120_000_000_000);
         assert!(state.may_expire_before(longer) && !longer.may_expire_before(state));
+    }
+
+    proptest! {
+        #[test]
+        fn a_lifetime_is_rounded_up_by_less_than_a_millionth(
+            (one, other) in (0..1_u64 << 43, 0..1_u64 << 43),
+            (shift, other_shift) in (0..43_u32, 0..43_u32),
+        ) {
+            let (one, other) = (one >> shift, other >> other_shift);
+            let lifetime = Lifetime::from_millis(one);
+            prop_assert!((one..=one + one / 1_000_000).contains(&lifetime.millis()), "{one}");
+            prop_assert!(lifetime.0 < 1 << (LOW_LIFETIME_BITS + HIGH_LIFETIME_BITS));
+            let order = lifetime.cmp(&Lifetime::from_millis(other));
+            prop_assert_eq!(order, lifetime.millis().cmp(&Lifetime::from_millis(other).millis()));
+        }
     }
 }

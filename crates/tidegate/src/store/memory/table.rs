@@ -15,12 +15,11 @@ use super::state::{CounterKind, PackedState};
 /// Slots per sweep. Sweeping a run of slots now and then costs the cache less than sweeping a slot
 /// per decision.
 const SLOTS_PER_SWEEP: usize = 64;
-/// Credit at which a sweep runs; each decision adds one, so a decision pays for a quarter of a
-/// slot.
-const SWEEP_THRESHOLD: u32 = 256;
-/// Additional credit of a new key. It pays for four slots, so that the whole table is swept before
+/// Price of a sweep, less one; each decision pays one, so a decision pays for a quarter of a slot.
+const SWEEP_PRICE: i32 = 255;
+/// Additional payment of a new key. It pays for four slots, so that the whole table is swept before
 /// it has doubled.
-const NEW_KEY_CREDIT: u32 = 15;
+const NEW_KEY_PAYMENT: i32 = 15;
 
 /// Nearly every key is in one of this many slots from its home on. The branch is unpredictable, so
 /// count smaller fingerprints branchlessly; with 10,000 keys that makes a decision 8 % faster.
@@ -32,7 +31,7 @@ const BRANCHLESS_RANGE: RangeInclusive<u32> = 8..=512;
 /// Number of entries of which an eviction removes the one that expires first.
 const EVICTION_SAMPLE: usize = 64;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Table {
     /// The home slots, and a tail for the overflow of the last runs. The very last slot is always
     /// empty, so that every search terminates.
@@ -41,8 +40,8 @@ pub(super) struct Table {
     len: u32,
     /// Slot at which the next sweep or eviction starts.
     sweep_cursor: u32,
-    /// Credit of the decisions since the last sweep, up to [`SWEEP_THRESHOLD`].
-    sweep_credit: u32,
+    /// Part of the [price](SWEEP_PRICE) of the next sweep that decisions have not paid yet.
+    sweep_debt: i32,
     pub(super) logs: Logs,
 }
 
@@ -61,6 +60,19 @@ impl Slot {
 
     fn is_empty(&self) -> bool {
         self.fingerprint == Fingerprint::NONE
+    }
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self {
+            slots: Box::default(),
+            homes: 0,
+            len: 0,
+            sweep_cursor: 0,
+            sweep_debt: SWEEP_PRICE,
+            logs: Logs::default(),
+        }
     }
 }
 
@@ -107,19 +119,23 @@ impl Table {
     /// 2^64 do.
     #[inline]
     pub(super) fn get_state_mut(&mut self, fingerprint: Fingerprint) -> Option<&mut PackedState> {
-        let mut run = self.slots.get_mut(fingerprint.home_slot(self.homes)..)?;
-        if BRANCHLESS_RANGE.contains(&self.homes) {
+        let home = fingerprint.home_slot(self.homes);
+        if home >= self.slots.len() {
+            return None;
+        }
+        let run = &mut self.slots[home..];
+        let (mut slot, mut rest) = if BRANCHLESS_RANGE.contains(&self.homes) {
             let probed = run.first_chunk::<BRANCHLESS_PROBES>()?;
             let is_before = |slot: &Slot| slot.fingerprint.is_clearly_before(fingerprint);
-            run = run.get_mut(probed.iter().filter(|slot| is_before(slot)).count()..)?;
+            let smaller = probed.iter().filter(|slot| is_before(slot)).count();
+            run.get_mut(smaller..)?.split_first_mut()?
+        } else {
+            run.split_first_mut()?
+        };
+        while slot.fingerprint.is_clearly_before(fingerprint) {
+            (slot, rest) = rest.split_first_mut()?;
         }
-        while let [slot, rest @ ..] = run {
-            if !slot.fingerprint.is_clearly_before(fingerprint) {
-                return (slot.fingerprint == fingerprint).then_some(&mut slot.state);
-            }
-            run = rest;
-        }
-        None
+        (slot.fingerprint == fingerprint).then_some(&mut slot.state)
     }
 
     #[inline]
@@ -144,7 +160,7 @@ impl Table {
         self.slots.copy_within(at..end, at + 1);
         self.slots[at] = Slot { fingerprint, state };
         self.len += 1;
-        self.sweep_credit += NEW_KEY_CREDIT;
+        self.sweep_debt -= NEW_KEY_PAYMENT;
     }
 
     /// Returns the first empty slot from `at` on, unless it is the last slot of the table.
@@ -170,13 +186,14 @@ impl Table {
     /// removed keys.
     #[inline]
     pub(super) fn sweep(&mut self, now: u64) -> usize {
-        self.sweep_credit += 1;
-        if self.sweep_credit < SWEEP_THRESHOLD { 0 } else { self.sweep_slots(now) }
+        self.sweep_debt -= 1;
+        if self.sweep_debt >= 0 { 0 } else { self.sweep_slots(now) }
     }
 
+    #[cold]
     #[inline(never)]
     fn sweep_slots(&mut self, now: u64) -> usize {
-        self.sweep_credit = 0;
+        self.sweep_debt = SWEEP_PRICE;
         let before = self.len();
         for _ in 0..SLOTS_PER_SWEEP.min(self.slots.len()) {
             let at = self.sweep_cursor as usize;
