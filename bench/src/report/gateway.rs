@@ -33,6 +33,17 @@ fn write_layer(page: &mut Page, results: &Results) {
     };
     let rows = ["empty service", "constant headers", "one quota", "one policy"].map(row);
     page.table(&["", "ns per request", "allocations per request"], &rows);
+    let median = |candidate: &str, metric: &str| {
+        let spread = results.spread("acquire", candidate, metric);
+        spread.map_or(NOT_MEASURED.to_owned(), |spread| format!("{:.1}", spread.median))
+    };
+    page.paragraph(&format!(
+        "Without the layer, in a loop over a thousand keys, `limiter.blocking().acquire` takes {} \
+         ns and `limiter.acquire`, awaited, {} ns: a median of {} ns more in the same round.",
+        median("blocking", "ns"),
+        median("async", "ns"),
+        median("async", "ns_more"),
+    ));
 }
 
 fn write_gateway(page: &mut Page, results: &Results) {

@@ -200,6 +200,15 @@ fn network(results: Option<&Results>, goals: &mut Vec<Goal>) {
 }
 
 fn layer(results: Option<&Results>, goals: &mut Vec<Goal>) {
+    let more = results.and_then(|results| results.spread("acquire", "async", "ns_more"));
+    goals.push(Goal {
+        description: "async `acquire` on memory, ns above the blocking one".to_owned(),
+        target: "≤ 10",
+        measured: more.map_or(NOT_MEASURED.to_owned(), |more| {
+            format!("{:.1} ({:.1}–{:.1})", more.median, more.min, more.max)
+        }),
+        met: more.map(|more| more.median <= 10.0),
+    });
     for (description, target, max, metric) in [
         ("Tower layer around an empty service, ns per request", "≤ 250", 250.0, "ns"),
         ("… allocations per request", "≤ 2", 2.0, "allocations"),

@@ -18,6 +18,7 @@ use tower_layer::Layer as _;
 use tower_service::Service;
 
 use crate::footprint::count_allocations;
+use crate::in_async;
 
 /// Requests that exist before their turn starts, so that creating them is not measured.
 const BATCH: usize = 1_000;
@@ -127,9 +128,10 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
             results.add("layer", candidate, "allocations", allocations);
         }
     }
+    in_async::run(plan, &mut results)?;
     for row in results.rows() {
-        if let Some(spread) = results.spread("layer", &row.candidate, &row.metric) {
-            println!("layer: {}, {}: {:.1}", row.candidate, row.metric, spread.median);
+        if let Some(spread) = results.spread(&row.case, &row.candidate, &row.metric) {
+            println!("{}: {}, {}: {:.1}", row.case, row.candidate, row.metric, spread.median);
         }
     }
     results.save()

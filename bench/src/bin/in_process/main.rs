@@ -21,6 +21,7 @@ mod bare_table;
 mod candidates;
 mod footprint;
 mod growth;
+mod in_async;
 mod key_sequence;
 mod layer;
 mod turns;
