@@ -61,7 +61,6 @@ impl Candidate for BareTable {
         let now = self.clock.now().as_micros();
         let mut slots = shard.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mask = slots.len() - 1;
-        #[expect(clippy::cast_possible_truncation, reason = "masked")]
         let mut at = (hash >> 8) as usize & mask;
         while slots[at].key != key {
             if slots[at].key == [0; 2] {

@@ -13,7 +13,7 @@ use super::http1::Http1Connection;
 const MAX_IDLE_CONNECTIONS: usize = 1024;
 /// Time between two searches for connections to close. It is also the unit of their idle time, so
 /// that no request has to read the clock.
-const TICK: Duration = Duration::from_millis(500);
+const CLEAN_INTERVAL: Duration = Duration::from_millis(500);
 /// Idle connections are closed before most servers close them, after five seconds: a request that
 /// meets a connection closed by the server must be sent again, or fails.
 const MAX_IDLE_TICKS: u64 = 8;
@@ -25,7 +25,7 @@ pub(super) struct Connections {
     /// idle, or is being closed.
     permits: Arc<Semaphore>,
     idle: Mutex<Idle>,
-    /// Tells requests that wait for a permit that a connection has become idle.
+    /// Wakes requests that wait for a permit when a connection has become idle.
     returned: Notify,
     has_many_headers: AtomicBool,
 }
@@ -88,10 +88,10 @@ impl Connections {
         }
     }
 
-    /// Closes connections that are idle for too long, until there are none.
+    /// Closes connections that are idle for too long, until all are closed.
     async fn clean(connections: Weak<Self>) {
         loop {
-            tokio::time::sleep(TICK).await;
+            tokio::time::sleep(CLEAN_INTERVAL).await;
             let Some(connections) = connections.upgrade() else { return };
             let mut idle = connections.idle();
             idle.tick += 1;

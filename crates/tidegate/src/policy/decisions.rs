@@ -336,7 +336,7 @@ impl<'a> PolicyDecision<'a> {
         self.charge.is_shadow()
     }
 
-    /// Returns whether the store decides this entry by itself, if the request has no other.
+    /// Returns whether the store decides this entry alone, if the request has no other.
     pub(super) fn is_decided_alone(&self) -> bool {
         !self.decided && !self.is_shadow() && !self.charge.exceeds_capacity()
     }
