@@ -100,14 +100,9 @@ pub(crate) fn peer_binary(name: &str) -> Option<PathBuf> {
 
 /// Runs a tool and returns its output; fails if the tool is missing or fails.
 pub(crate) fn run_tool(command: &mut Command) -> Result<String> {
-    run_tool_with(Stdio::null(), command)
-}
-
-/// Runs a tool with this standard input, and returns its output.
-pub(crate) fn run_tool_with(input: Stdio, command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command
-        .stdin(input)
+        .stdin(Stdio::null())
         .output()
         .with_context(|| format!("{name} is missing: make bench-tools"))?;
     ensure!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));

@@ -2,20 +2,23 @@
 //! service with the memory store, a no-op server, Redis with a naive script and with Tidegate's, and
 //! throttlecrab-server.
 
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tidegate::Quota;
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
+use tokio::runtime::Runtime;
 
 use crate::load::Throughput;
-use crate::process::{Server, free_port, own_binary, peer_binary, run_tool_with};
+use crate::process::{Server, free_port, own_binary, peer_binary, run_tool};
 use crate::redis::Redis;
 use crate::redis::call::CallTemplate;
+use crate::redis::load::{ScriptLoad, Users};
 use crate::redis::naive::Structure;
 
 /// Commands that a client sends before it reads the answers.
@@ -27,20 +30,27 @@ struct Candidate {
     name: &'static str,
     server: Server,
     port: u16,
-    command: Vec<String>,
-    /// File with the last argument, if it is not text.
-    last_argument: Option<PathBuf>,
+    load: Load,
+}
+
+/// Generator of the load.
+enum Load {
+    /// `redis-benchmark` with this command.
+    Tool(Vec<String>),
+    /// That of the scripts suite: `redis-benchmark` cannot send arguments that are not text.
+    Own(Runtime, Arc<CallTemplate>),
 }
 
 /// `redis-benchmark` writes a random number in its place.
 const RANDOM: &[u8; 12] = b"__rand_int__";
+const CONNECTIONS: usize = 50;
+const KEYS: u64 = 100_000;
 const LIMIT: u64 = 1_000_000_000;
 const WINDOW: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(plan: Plan) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let mut candidates =
-        vec![tidegate(folder.path())?, no_op()?, naive_script()?, own_script(folder.path())?];
+    let mut candidates = vec![tidegate(folder.path())?, no_op()?, naive_script()?, own_script()?];
     match peer_binary("throttlecrab-server") {
         Some(binary) => candidates.push(throttlecrab(&binary)?),
         None => println!("skipping throttlecrab-server: not installed (make bench-tools)"),
@@ -78,20 +88,25 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
 }
 
 impl Candidate {
-    /// Runs redis-benchmark with 50 connections and random keys of a hundred thousand.
+    /// Sends requests over 50 connections, with random keys of a hundred thousand.
     fn load(&self, pipeline: u32, requests: f64) -> Result<Throughput> {
+        let command = match &self.load {
+            Load::Tool(command) => command,
+            Load::Own(runtime, call) => {
+                return Throughput::measure(&self.server, || {
+                    let (pipeline, calls) = (pipeline as usize, requests as u64);
+                    let load = ScriptLoad { connections: CONNECTIONS, pipeline, calls };
+                    let sent = load.run(self.port, call, Users::Random(KEYS));
+                    Ok((requests, runtime.block_on(sent)?))
+                });
+            }
+        };
         Throughput::measure(&self.server, || {
-            let mut command = Command::new("redis-benchmark");
-            command.args(["-p", &self.port.to_string(), "-n", &format!("{requests:.0}")]);
-            command.args(["-P", &pipeline.to_string(), "-c", "50", "-r", "100000", "-q"]);
-            let input = match &self.last_argument {
-                Some(file) => {
-                    command.arg("-x");
-                    File::open(file)?.into()
-                }
-                None => Stdio::null(),
-            };
-            let text = run_tool_with(input, command.args(&self.command))?;
+            let mut tool = Command::new("redis-benchmark");
+            tool.args(["-p", &self.port.to_string(), "-n", &format!("{requests:.0}")]);
+            tool.args(["-P", &pipeline.to_string(), "-c", &CONNECTIONS.to_string()]);
+            tool.args(["-r", &KEYS.to_string(), "-q"]);
+            let text = run_tool(tool.args(command))?;
             ensure!(!text.contains("rror"), "redis-benchmark got errors: {text}");
             // …: 812345.12 requests per second, p50=0.231 msec
             let (before, _) = text
@@ -122,7 +137,7 @@ fn tidegate(folder: &Path) -> Result<Candidate> {
     let server =
         Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[port])?;
     let command = words(&["TG.ACQUIRE", "p", "user:__rand_int__"]);
-    Ok(Candidate { name: "tidegate", server, port, command, last_argument: None })
+    Ok(Candidate { name: "tidegate", server, port, load: Load::Tool(command) })
 }
 
 /// The no-op server gets the same commands as Tidegate.
@@ -131,7 +146,7 @@ fn no_op() -> Result<Candidate> {
     let mut command = Command::new(own_binary("no_op_resp")?);
     let server = Server::start("no-op", command.arg(format!("127.0.0.1:{port}")), &[port])?;
     let command = words(&["TG.ACQUIRE", "p", "user:__rand_int__"]);
-    Ok(Candidate { name: "no-op", server, port, command, last_argument: None })
+    Ok(Candidate { name: "no-op", server, port, load: Load::Tool(command) })
 }
 
 fn naive_script() -> Result<Candidate> {
@@ -141,22 +156,17 @@ fn naive_script() -> Result<Candidate> {
     let words = call.words_with(RANDOM).into_iter().map(String::from_utf8);
     let command = words.collect::<Result<Vec<_>, _>>()?;
     let (port, server) = (redis.port(), redis.into_server());
-    Ok(Candidate { name: "Redis, naive script", server, port, command, last_argument: None })
+    Ok(Candidate { name: "Redis, naive script", server, port, load: Load::Tool(command) })
 }
 
-/// Tidegate's own script, called as the library calls it. Its last argument is not text.
-fn own_script(folder: &Path) -> Result<Candidate> {
+/// Tidegate's own script, called as the library calls it for one decision.
+fn own_script() -> Result<Candidate> {
     let redis = Redis::start()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let quota = Quota::token_bucket(LIMIT, WINDOW)?;
-    let call = CallTemplate::record(&redis, &runtime, &quota, "user", 1)?;
-    let mut words = call.words_with(RANDOM);
-    let last_argument = folder.join("last-argument");
-    fs::write(&last_argument, words.pop().context("a call without arguments")?)?;
-    let command = words.into_iter().map(String::from_utf8).collect::<Result<Vec<_>, _>>()?;
+    let call = Arc::new(CallTemplate::record(&redis, &runtime, &quota, "user", 1)?);
     let (port, server) = (redis.port(), redis.into_server());
-    let last_argument = Some(last_argument);
-    Ok(Candidate { name: "Redis, own script", server, port, command, last_argument })
+    Ok(Candidate { name: "Redis, own script", server, port, load: Load::Own(runtime, call) })
 }
 
 fn throttlecrab(binary: &Path) -> Result<Candidate> {
@@ -166,5 +176,5 @@ fn throttlecrab(binary: &Path) -> Result<Candidate> {
     command.args(["--log-level", "error"]);
     let server = Server::start("throttlecrab-server", &mut command, &[port])?;
     let command = words(&["THROTTLE", "user:__rand_int__", "1000000000", "1000000000", "1"]);
-    Ok(Candidate { name: "throttlecrab", server, port, command, last_argument: None })
+    Ok(Candidate { name: "throttlecrab", server, port, load: Load::Tool(command) })
 }

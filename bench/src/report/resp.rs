@@ -16,8 +16,8 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
          same cores as the server; `-P` is the number of commands that a client sends before it \
          reads the answers. The no-op server parses the commands and answers each with a fixed \
          decision, in one write per read. Redis runs a token bucket by `EVALSHA`: the naive script, \
-         and Tidegate's own, which is called as the library calls it for one decision. The CPU \
-         time is that of the server only.",
+         and Tidegate's own, which is called as the library calls it for one decision. Its call is not text, which \
+         `redis-benchmark` cannot send, so the generator of the next section sends it. The CPU time is that of the server only.",
     );
     let cases = PIPELINES.map(|number| (format!("pipeline/{number}"), format!("`-P {number}`")));
     rate_table(page, results, &cases, &CANDIDATES);
