@@ -158,7 +158,7 @@ fn start_sink() -> Result<u16> {
 /// Reads one request, and answers it. The connection is closed on an error.
 fn receive(mut stream: TcpStream) -> Result<()> {
     let (length, rest) = read_head(&mut stream)?;
-    let received = read_body(&mut stream, length, rest)?.to_string();
+    let received = read_body(&mut stream, length, &rest)?.to_string();
     let length = received.len();
     write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n")?;
     Ok(stream.write_all(received.as_bytes())?)
@@ -183,7 +183,7 @@ fn read_head(stream: &mut TcpStream) -> Result<(u64, Vec<u8>)> {
 }
 
 /// Reads a body to its end, and returns the number of its bytes.
-fn read_body(stream: &mut TcpStream, length: u64, rest: Vec<u8>) -> Result<u64> {
+fn read_body(stream: &mut TcpStream, length: u64, rest: &[u8]) -> Result<u64> {
     let (mut received, mut buffer) = (rest.len() as u64, vec![0; BUFFER_BYTES]);
     while received < length {
         let read = stream.read(&mut buffer)?;
@@ -207,7 +207,7 @@ fn download(port: u16, bytes: u64) -> Result<f64> {
     let start = Instant::now();
     stream.write_all(b"GET /body HTTP/1.1\r\nhost: bench\r\n\r\n")?;
     let (length, rest) = read_head(&mut stream)?;
-    let received = read_body(&mut stream, length, rest)?;
+    let received = read_body(&mut stream, length, &rest)?;
     ensure!(received == bytes, "{received} of {bytes} bytes arrived");
     Ok(bytes as f64 / 1e6 / start.elapsed().as_secs_f64())
 }

@@ -93,8 +93,13 @@ impl Candidate {
         let command = match &self.load {
             Load::Tool(command) => command,
             Load::Own(runtime, call) => {
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "small"
+                )]
+                let (pipeline, calls) = (pipeline as usize, requests as u64);
                 return Throughput::measure(&self.server, || {
-                    let (pipeline, calls) = (pipeline as usize, requests as u64);
                     let load = ScriptLoad { connections: CONNECTIONS, pipeline, calls };
                     let sent = load.run(self.port, call, Users::Random(KEYS));
                     Ok((requests, runtime.block_on(sent)?))
