@@ -1,6 +1,6 @@
-//! Requests per second over the Redis protocol by `redis-benchmark`, with and without pipelines: the
-//! service with the memory store, a no-op server, Redis with a naive script and with Tidegate's, and
-//! throttlecrab-server.
+//! Requests per second over the Redis protocol by `redis-benchmark`, with and without pipelines:
+//! the service with the memory store, a no-op server, Redis with a naive script and with
+//! Tidegate's, and throttlecrab-server.
 
 use std::fs;
 use std::path::Path;
