@@ -129,8 +129,10 @@ pub(crate) enum RateLimitHeader {
 }
 
 impl RateLimitHeader {
+    #[cfg(feature = "tower")]
     pub(crate) const ALL: [Self; 6] =
         [Self::Policy, Self::State, Self::RetryAfter, Self::Limit, Self::Remaining, Self::Reset];
+    #[cfg(feature = "tower")]
     pub(crate) const COUNT: usize = Self::ALL.len();
 
     pub(crate) fn as_str(self) -> &'static str {

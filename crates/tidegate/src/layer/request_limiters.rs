@@ -2,10 +2,8 @@
 
 use std::borrow::Cow;
 use std::net::IpAddr;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use http::header::{
@@ -27,8 +25,8 @@ use crate::policy::{
     PreparedCharge, Query, text,
 };
 use crate::quota::Quota;
-use crate::store::Store;
 use crate::store::memory::MemoryStore;
+use crate::store::{Action, Store};
 
 type KeyFn = dyn for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync;
 type CostFn = dyn Fn(&Parts) -> u64 + Send + Sync;
@@ -276,7 +274,6 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
         let KeySelector::Header { name, is_plain: true, .. } = &self.key else { return None };
         if self.options.cost.is_some()
             || self.quota.algorithm() == Algorithm::LeakyBucket
-            || !limiter.store().decides_at_once()
             // A span needs the whole decision.
             || LevelFilter::current() >= LevelFilter::DEBUG
             || has_repeated_names(headers)
@@ -289,10 +286,8 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
             .with_policy(policy)
             .with_on_store_failure(self.on_store_failure);
         // An error has taken nothing, and is the same again.
-        match pin!(limiter.acquire(&charge)).poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(Ok(decision)) => Some(PolicyState::new(policy, &self.quota, decision)),
-            _ => None,
-        }
+        let decision = limiter.store().decide_at_once(Action::Acquire, &charge)?.ok()?;
+        Some(PolicyState::new(policy, &self.quota, decision))
     }
 
     fn denied_by_headers<'a>(
