@@ -8,7 +8,6 @@ use axum::extract::{Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http::request::Parts;
 use http::{HeaderName, HeaderValue, header};
 
 use crate::api::browser::BrowserGuard;
@@ -45,13 +44,13 @@ pub(crate) struct Admin {
 impl Admin {
     /// Checks the token of a request or, without one, that no web page sent it. With a token, a
     /// page of another origin must not change anything either.
-    fn authorize(&self, head: &Parts) -> Result<(), Problem> {
+    fn authorize<B>(&self, request: &http::Request<B>) -> Result<(), Problem> {
         match &self.state.active().admin_token {
             Some(token) => {
-                token::check(token, &head.headers).map_err(Problem::unauthorized)?;
-                BrowserGuard::check_origin(head)
+                token::check(token, request.headers()).map_err(Problem::unauthorized)?;
+                BrowserGuard::check_origin(request)
             }
-            None => self.guard.check(head),
+            None => self.guard.check(request),
         }
     }
 }
@@ -77,9 +76,8 @@ pub(crate) fn router(admin: Admin) -> Router {
 }
 
 async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> Response {
-    let (head, body) = request.into_parts();
-    let mut response = match admin.authorize(&head) {
-        Ok(()) => next.run(Request::from_parts(head, body)).await,
+    let mut response = match admin.authorize(&request) {
+        Ok(()) => next.run(request).await,
         Err(problem) => problem.into_response(),
     };
     for (name, value) in [

@@ -118,20 +118,20 @@ pub(crate) fn service(
 ) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + use<> {
     // One reference count per request, for both.
     let shared = Arc::new((Arc::clone(state), Arc::clone(guard)));
-    service_fn(move |request| {
+    service_fn(move |mut request: Request| {
         let shared = Arc::clone(&shared);
         async move {
-            let is_head = request.method() == Method::HEAD;
             let (state, guard) = &*shared;
             let connection = Connection { state, guard, peer };
-            let routed = route(connection, request).await;
-            let mut response = routed.unwrap_or_else(Problem::into_http);
-            if is_head {
-                let length = HttpBody::size_hint(response.body()).lower();
-                response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
-                *response.body_mut() = Full::default();
-            }
-            Ok(response)
+            // A request is large, so it stays in its place.
+            let response = match route(&request) {
+                Route::Acquire => acquire(connection, &mut request).await,
+                Route::Peek => peek(connection, &mut request).await,
+                Route::Refund => refund(connection, &mut request).await,
+                Route::Report => report(connection, &mut request).await,
+                Route::Other => Box::pin(respond(connection, request)).await,
+            };
+            Ok(response.unwrap_or_else(Problem::into_http))
         }
     })
 }
@@ -144,15 +144,46 @@ struct Connection<'a> {
     peer: Peer,
 }
 
-async fn route(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+/// What handles a request.
+enum Route {
+    Acquire,
+    Peek,
+    Refund,
+    Report,
+    /// A rare request, which [`respond`] handles.
+    Other,
+}
+
+fn route(request: &Request) -> Route {
+    match (request.uri().path(), request.method()) {
+        ("/v1/acquire", &Method::POST) => Route::Acquire,
+        ("/v1/peek", &Method::POST) => Route::Peek,
+        ("/v1/refund", &Method::POST) => Route::Refund,
+        ("/v1/report", &Method::POST) => Route::Report,
+        _ => Route::Other,
+    }
+}
+
+/// Responds to any other request.
+async fn respond(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    let is_head = request.method() == Method::HEAD;
+    let mut response = respond_to_get(connection, request).await.unwrap_or_else(Problem::into_http);
+    if is_head {
+        let length = HttpBody::size_hint(response.body()).lower();
+        response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+        *response.body_mut() = Full::default();
+    }
+    Ok(response)
+}
+
+async fn respond_to_get(
+    connection: Connection<'_>,
+    request: Request,
+) -> Result<ApiResponse, Problem> {
     let allowed = match (request.uri().path(), request.method()) {
-        ("/v1/acquire", &Method::POST) => return acquire(connection, request).await,
-        ("/v1/peek", &Method::POST) => return peek(connection, request).await,
-        ("/v1/refund", &Method::POST) => return refund(connection, request).await,
-        ("/v1/report", &Method::POST) => return report(connection, request).await,
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
             let Connection { state, peer, .. } = connection;
-            return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
+            return forward_auth::forward_auth(state, peer, request).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
             return Ok(json_response(StatusCode::OK, json_headers(), OPENAPI.clone()));
@@ -235,8 +266,11 @@ fn shown_path(uri: &Uri) -> Cow<'_, str> {
         Problems,
     )
 )]
-async fn acquire(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
-    decide(connection, Action::Acquire, request).await
+fn acquire<'a>(
+    connection: Connection<'a>,
+    request: &'a mut Request,
+) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
+    decide(connection, Action::Acquire, request)
 }
 
 /// Return the decision that acquire would make, without a charge.
@@ -250,8 +284,11 @@ async fn acquire(connection: Connection<'_>, request: Request) -> Result<ApiResp
         Problems,
     )
 )]
-async fn peek(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
-    decide(connection, Action::Peek, request).await
+fn peek<'a>(
+    connection: Connection<'a>,
+    request: &'a mut Request,
+) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
+    decide(connection, Action::Peek, request)
 }
 
 /// Record units that were used already. They are always charged, even beyond the limit.
@@ -268,8 +305,11 @@ async fn peek(connection: Connection<'_>, request: Request) -> Result<ApiRespons
         Problems,
     )
 )]
-async fn report(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
-    decide(connection, Action::Report, request).await
+fn report<'a>(
+    connection: Connection<'a>,
+    request: &'a mut Request,
+) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
+    decide(connection, Action::Report, request)
 }
 
 /// Return the units of an earlier charge: the units of that charge if `age_ms` is set, otherwise
@@ -284,31 +324,34 @@ async fn report(connection: Connection<'_>, request: Request) -> Result<ApiRespo
         Problems,
     )
 )]
-async fn refund(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
-    decide(connection, Action::Refund, request).await
+fn refund<'a>(
+    connection: Connection<'a>,
+    request: &'a mut Request,
+) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
+    decide(connection, Action::Refund, request)
 }
 
 async fn decide(
     Connection { state, guard, peer }: Connection<'_>,
     action: Action,
-    request: Request,
+    request: &mut Request,
 ) -> Result<ApiResponse, Problem> {
     let active = state.active_guard();
-    let (head, body) = request.into_parts();
     match &active.api_token {
-        Some(token) => token::check(token, &head.headers).map_err(Problem::unauthorized)?,
-        None => guard.check(&head)?,
+        Some(token) => token::check(token, request.headers()).map_err(Problem::unauthorized)?,
+        None => guard.check(request)?,
     }
-    check_encoding(&head.headers)?;
-    let explains = head.uri.query().map_or(Ok(false), asks_to_explain)?;
-    let bytes = read(body).await?;
+    check_encoding(request.headers())?;
+    let explains = request.uri().query().map_or(Ok(false), asks_to_explain)?;
+    let bytes = read(request.body_mut()).await?;
+    let headers = request.headers();
     let mut body = match QueryBody::parse_plain(&bytes) {
         Some(body) => body,
         None => parse::<Object<QueryBody<'_>>>(&bytes)?.0,
     };
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
         check_attributes(attributes, active.policies())?;
-        set_client_ip(attributes, &active.client_ip, peer, &head.headers)?;
+        set_client_ip(attributes, &active.client_ip, peer, headers)?;
     }
     let quota = body
         .quota
@@ -343,7 +386,7 @@ async fn decide(
     let query = query.with_cost(body.cost).with_charged_at(charged_at);
     let answer =
         |decisions: &PolicyDecisions<'_>| decision_response(&active, action, explains, decisions);
-    Ok(active.decide(&head.headers, action, query, answer).await?)
+    Ok(active.decide(headers, action, query, answer).await?)
 }
 
 fn decision_response(

@@ -291,6 +291,9 @@ where
     builder.http1().max_buf_size(MAX_HEADER_BYTES as usize);
     // For small responses, copying the body behind the head is cheaper than a vectored write.
     builder.http1().writev(!config.inline_streams);
+    // hyper would look for the end of the connection while it has a request, whose bytes take up the
+    // buffer, and allocate another. Requests that are answered soon need not be cancelled.
+    builder.http1().half_close(config.inline_streams);
     builder
         .http2()
         .timer(TokioTimer::new())

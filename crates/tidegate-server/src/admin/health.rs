@@ -3,10 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use axum::Json;
-use axum::extract::{Query, State};
+use axum::extract::{Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
-use http::request::Parts;
 use serde::{Deserialize, Serialize};
 use tidegate::resilience::CircuitState;
 use tidegate::store::redis::NodeHealth;
@@ -39,7 +38,7 @@ enum Requirement {
 pub(super) async fn readyz(
     State(admin): State<Admin>,
     query: Result<Query<ReadyzQuery>, axum::extract::rejection::QueryRejection>,
-    head: Parts,
+    request: Request,
 ) -> Result<Response, Problem> {
     #[derive(Serialize)]
     struct Readiness {
@@ -67,7 +66,7 @@ pub(super) async fn readyz(
     };
     let ready = admin.ready.load(Ordering::Relaxed) && is_satisfied;
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let is_authorized = admin.authorize(&head).is_ok();
+    let is_authorized = admin.authorize(&request).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },

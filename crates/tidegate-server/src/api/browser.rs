@@ -7,8 +7,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, header};
 use tidegate::normalize_host;
 
 use super::problem::Problem;
@@ -44,25 +43,25 @@ impl BrowserGuard {
         Self { checks_programs: false, allowed_hosts: allowed_hosts.clone() }
     }
 
-    /// Checks the head of a request.
-    pub(crate) fn check(&self, head: &Parts) -> Result<(), Problem> {
-        self.check_host(head)?;
-        Self::check_origin(head)
+    /// Checks a request.
+    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), Problem> {
+        self.check_host(request)?;
+        Self::check_origin(request)
     }
 
     /// Checks that no page of another origin sent a request that changes something.
-    pub(crate) fn check_origin(head: &Parts) -> Result<(), Problem> {
-        if head.method.is_safe() || !is_from_browser(&head.headers) {
+    pub(crate) fn check_origin<B>(request: &Request<B>) -> Result<(), Problem> {
+        if request.method().is_safe() || !is_from_browser(request.headers()) {
             return Ok(());
         }
-        if !is_same_origin(head) {
+        if !is_same_origin(request) {
             return Err(Problem::new(
                 StatusCode::FORBIDDEN,
                 "a web page of another origin sent this request (Origin, Sec-Fetch-Site): call \
                  this listener from a program, or from a page of its own",
             ));
         }
-        if !is_json(&head.headers) {
+        if !is_json(request.headers()) {
             return Err(Problem::new(
                 StatusCode::UNSUPPORTED_MEDIA_TYPE,
                 "requests of a browser must have a JSON body: send Content-Type: application/json",
@@ -74,12 +73,12 @@ impl BrowserGuard {
     /// Checks the names of this host in a request. Other hosts call a listener beyond loopback by
     /// any name, such as that of a Kubernetes service, so there only browsers are checked, as with
     /// the API.
-    pub(crate) fn check_host(&self, head: &Parts) -> Result<(), Problem> {
-        if !self.checks_programs && !is_from_browser(&head.headers) {
+    fn check_host<B>(&self, request: &Request<B>) -> Result<(), Problem> {
+        if !self.checks_programs && !is_from_browser(request.headers()) {
             return Ok(());
         }
-        let target = head.uri.authority().map(|authority| authority.as_str().as_bytes());
-        let fields = head.headers.get_all(header::HOST).iter().map(HeaderValue::as_bytes);
+        let target = request.uri().authority().map(|authority| authority.as_str().as_bytes());
+        let fields = request.headers().get_all(header::HOST).iter().map(HeaderValue::as_bytes);
         match target.into_iter().chain(fields).find(|host| !self.is_allowed(host)) {
             None => Ok(()),
             Some(host) => {
@@ -116,13 +115,14 @@ fn is_from_browser(headers: &HeaderMap) -> bool {
 }
 
 /// Returns whether a page of this listener, or the user, made the browser send the request.
-fn is_same_origin(Parts { headers, uri, .. }: &Parts) -> bool {
+fn is_same_origin<B>(request: &Request<B>) -> bool {
+    let headers = request.headers();
     if headers.contains_key(SEC_FETCH_SITE) {
         let mut sites = headers.get_all(SEC_FETCH_SITE).iter();
         return sites.all(|site| site == "same-origin" || site == "none");
     }
     let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
-    let host = host.or_else(|| Some(uri.authority()?.as_str().as_bytes()));
+    let host = host.or_else(|| Some(request.uri().authority()?.as_str().as_bytes()));
     headers.get_all(header::ORIGIN).iter().all(|origin| {
         let origin = origin.as_bytes();
         let plain = origin.strip_prefix(b"http://").or_else(|| origin.strip_prefix(b"https://"));
@@ -145,11 +145,11 @@ mod tests {
         BrowserGuard::of_admin(&bound, &AllowedHosts::default())
     }
 
-    fn head(fields: &[(&str, &str)]) -> Parts {
+    fn request(fields: &[(&str, &str)]) -> Request<()> {
         let request = fields
             .iter()
-            .fold(http::Request::post("/"), |request, (name, value)| request.header(*name, *value));
-        request.body(()).expect("a request").into_parts().0
+            .fold(Request::post("/"), |request, (name, value)| request.header(*name, *value));
+        request.body(()).expect("a request")
     }
 
     #[test]
@@ -158,7 +158,7 @@ mod tests {
         for host in
             ["localhost", "a.localhost:1", "127.0.0.1", "0.0.0.0:8082", "[::1]:8082", "[fe80::1]"]
         {
-            assert!(loopback.check_host(&head(&[("host", host)])).is_ok(), "{host}");
+            assert!(loopback.check_host(&request(&[("host", host)])).is_ok(), "{host}");
         }
         for host in [
             "evil.example",
@@ -172,11 +172,11 @@ mod tests {
             "é",
             "evil.example:localhost",
         ] {
-            assert!(loopback.check_host(&head(&[("host", host)])).is_err(), "{host}");
+            assert!(loopback.check_host(&request(&[("host", host)])).is_err(), "{host}");
         }
         let twice = [("host", "localhost"), ("host", "evil.example")];
-        assert!(loopback.check_host(&head(&twice)).is_err());
-        assert!(loopback.check_host(&head(&[])).is_ok(), "browsers always send a Host");
+        assert!(loopback.check_host(&request(&twice)).is_err());
+        assert!(loopback.check_host(&request(&[])).is_ok(), "browsers always send a Host");
     }
 
     #[test]
@@ -184,9 +184,9 @@ mod tests {
         for address in ["0.0.0.0:8080", "10.0.0.1:8080", "[::]:8080", "unix:/run/tidegate.sock"] {
             let guard = guard(address);
             let service = ("host", "tidegate.svc");
-            assert!(guard.check(&head(&[service])).is_ok(), "{address}");
+            assert!(guard.check(&request(&[service])).is_ok(), "{address}");
             let page = [service, ("origin", "http://tidegate.svc")];
-            assert!(guard.check(&head(&page)).is_err(), "{address}");
+            assert!(guard.check(&request(&page)).is_err(), "{address}");
         }
     }
 
@@ -195,7 +195,7 @@ mod tests {
         let host = ("host", "localhost:8082");
         let json = ("content-type", "Application/JSON; charset=utf-8");
         let is_allowed =
-            |fields: &[(&str, &str)]| guard("127.0.0.1:8082").check(&head(fields)).is_ok();
+            |fields: &[(&str, &str)]| guard("127.0.0.1:8082").check(&request(fields)).is_ok();
         assert!(is_allowed(&[host, json, ("origin", "http://LOCALHOST:8082")]));
         assert!(is_allowed(&[
             host,
