@@ -1,5 +1,6 @@
-//! The gateway with a limit on memory, compared with nginx and its `limit_req`: small answers, and
-//! bodies of a gigabyte in both directions. All processes share the same cores.
+//! The gateway with a limit on memory, compared with nginx and its `limit_req` and with a no-op
+//! proxy: small answers, and bodies of a gigabyte in both directions. All processes share the same
+//! cores.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -22,6 +23,9 @@ pub(crate) const CASES: [(&str, &str); 3] = [
     ("upload of 1 GB", "megabytes_per_second"),
 ];
 
+/// Name of the proxy that limits nothing.
+pub(crate) const NO_OP: &str = "no-op hyper";
+
 /// Longest wait for the next bytes of a body.
 const TIMEOUT: Duration = Duration::from_secs(30);
 const BUFFER_BYTES: usize = 256 * 1024;
@@ -40,7 +44,8 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
     let (port, sink) = (free_port()?, start_sink()?);
     let _upstream =
         nginx(folder.path(), "upstream", port, 1, &upstream_config(folder.path(), port, sink))?;
-    let candidates = [tidegate(folder.path(), port)?, limit_req(folder.path(), port)?];
+    let candidates =
+        [tidegate(folder.path(), port)?, limit_req(folder.path(), port)?, no_op_proxy(port)?];
     let script = folder.path().join("get.lua");
     std::fs::write(&script, "wrk.method = 'GET'\n")?;
     let mut results = Results::new("gateway", plan);
@@ -65,8 +70,10 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
                 results.add(case, candidate.name, metric, measure(candidate, plan)?);
             }
         }
-        if let Some(ratio) = results.ratio(metric, (case, "tidegate"), (case, "nginx")) {
-            println!("{case}: tidegate/nginx: {ratio}");
+        for candidate in ["tidegate", NO_OP] {
+            if let Some(ratio) = results.ratio(metric, (case, candidate), (case, "nginx")) {
+                println!("{case}: {candidate}/nginx: {ratio}");
+            }
         }
     }
     results.save()
@@ -141,6 +148,15 @@ fn tidegate(folder: &Path, upstream: u16) -> Result<Candidate> {
         server: Server::start("tidegate", &mut command, &[port])?,
         port,
     })
+}
+
+/// Bare hyper, which limits nothing.
+fn no_op_proxy(upstream: u16) -> Result<Candidate> {
+    let port = free_port()?;
+    let mut command = Command::new(own_binary("no_op_proxy")?);
+    command.args([format!("127.0.0.1:{port}"), format!("127.0.0.1:{upstream}")]);
+    let server = Server::start("no-op proxy", &mut command, &[port])?;
+    Ok(Candidate { name: NO_OP, server, port })
 }
 
 /// Starts a thread that answers an upload with the number of its bytes, and returns its port.

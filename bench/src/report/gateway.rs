@@ -3,7 +3,7 @@
 use tidegate_bench::results::Results;
 
 use super::{NOT_MEASURED, Page, SuiteResults, thousands};
-use crate::gateway::CASES;
+use crate::gateway::{CASES, NO_OP};
 
 pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     if let Some(results) = &suites.layer {
@@ -52,7 +52,9 @@ fn write_gateway(page: &mut Page, results: &Results) {
         "`tidegate gateway` with a limit by address on memory, and nginx with `limit_req`, in \
          front of the same nginx. Client, proxy and upstream share the cores. Small answers have \
          ten bytes and are requested by `wrk` over 64 connections; a body of a gigabyte is one \
-         request, and its length is checked. nginx streams bodies, too: it writes none to files.",
+         request, and its length is checked. nginx streams bodies, too: it writes none to files. \
+         The no-op proxy is hyper's server and client alone: it limits nothing, has a connection \
+         to the upstream for each of a client, and changes only the Host.",
     );
     let row = |(case, metric): &(&str, &str)| {
         let unit = if *metric == "per_second" { "requests/s" } else { "MB/s" };
@@ -61,10 +63,14 @@ fn write_gateway(page: &mut Page, results: &Results) {
                 format!("{} {unit}", thousands(spread.median))
             })
         };
-        let ratio = results.ratio(metric, (case, "tidegate"), (case, "nginx"));
-        let ratio = ratio.map_or(NOT_MEASURED.to_owned(), |ratio| ratio.to_string());
-        vec![(*case).to_owned(), median("tidegate"), median("nginx"), ratio]
+        let ratio = |candidate: &str| {
+            let ratio = results.ratio(metric, (case, candidate), (case, "nginx"));
+            ratio.map_or(NOT_MEASURED.to_owned(), |ratio| ratio.to_string())
+        };
+        let [own, nginx, no_op] = ["tidegate", "nginx", NO_OP].map(median);
+        vec![(*case).to_owned(), own, nginx, ratio("tidegate"), no_op, ratio(NO_OP)]
     };
     let rows: Vec<Vec<String>> = CASES.iter().map(row).collect();
-    page.table(&["", "tidegate", "nginx", "ratio"], &rows);
+    let heads = ["", "tidegate", "nginx", "ratio", "no-op proxy", "ratio of it to nginx"];
+    page.table(&heads, &rows);
 }

@@ -94,12 +94,6 @@ impl NarrowBucket {
         level.0 >= self.capacity
     }
 
-    /// Returns the level of an empty bucket with a cost.
-    #[inline]
-    pub(crate) fn first_level(&self, cost: u64) -> NarrowLevel {
-        NarrowLevel(cost * self.window.divisor)
-    }
-
     /// Returns the whole units that fit above a level of an admitted cost.
     #[inline]
     pub(crate) fn remaining_above(&self, level: NarrowLevel) -> u64 {

@@ -14,41 +14,26 @@ use crate::decision::Decision;
 use crate::limiter::Error;
 use crate::quota::Quota;
 
-/// Result of an acquire of a bucket. It fits two registers, and the caller computes only those
-/// fields of the decision that it uses.
-pub(super) enum Outcome {
-    /// Admitted: the level with the cost.
-    Allowed(NarrowLevel),
-    /// Denied: the level.
-    Denied(NarrowLevel),
-    /// Any other result, which is rare.
-    Other(Box<Result<Decision, Error>>),
-}
-
 impl MemoryStore {
     /// Validates and decides an acquire.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         let (quota, cost) = (charge.quota(), charge.cost());
-        if quota.narrow().can_admit(cost) {
-            let named;
-            let policy = match charge.explicit_policy() {
-                None => quota.default_policy(),
-                Some(name) => {
-                    named = PolicyRef::new(name, self.secret);
-                    &named
-                }
-            };
-            return match self.acquire_bucket(charge.key(), quota, cost, policy) {
-                Outcome::Allowed(level) => Ok(allowed(quota, cost, level)),
-                Outcome::Denied(level) => Ok(denied(quota, cost, level)),
-                Outcome::Other(result) => *result,
-            };
+        if !quota.narrow().can_admit(cost) {
+            // The parts of the charge are passed in registers, so that the compiler can keep a
+            // charge that the caller has just created out of memory.
+            return by_field(self.acquire_any(charge.key(), quota, cost, charge.explicit_policy()));
         }
-        // The parts of the charge are passed in registers, so that the compiler can keep a charge
-        // that the caller has just created out of memory.
-        self.acquire_any(charge.key(), quota, cost, charge.explicit_policy())
+        let named;
+        let policy = match charge.explicit_policy() {
+            None => quota.default_policy(),
+            Some(name) => {
+                named = PolicyRef::new(name, self.secret);
+                &named
+            }
+        };
+        self.acquire_bucket(charge.key(), quota, cost, policy)
     }
 
     #[inline(never)]
@@ -66,14 +51,15 @@ impl MemoryStore {
     /// Decides an acquire of a bucket. Nearly every one is of an existing key, which need not be
     /// validated again, and takes a straight line of 64-bit arithmetic; see
     /// [`NarrowBucket`](crate::algorithm::NarrowBucket).
-    #[inline(never)]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the frame of a call is a tenth of a decision")]
     fn acquire_bucket(
         &self,
         key: &str,
         quota: &Quota,
         cost: u64,
         policy: &PolicyRef<'_>,
-    ) -> Outcome {
+    ) -> Result<Decision, Error> {
         let (narrow, template) = (quota.narrow(), quota.template());
         let mut now = self.clock.now();
         let fingerprint = self.secret.fingerprint(key, policy.sum());
@@ -92,14 +78,15 @@ impl MemoryStore {
             let Some(before) = narrow.level(stored, now - time) else { break 'general };
             let Some(after) = narrow.spend(before, cost) else {
                 self.sweep(&mut table, now);
-                return Outcome::Denied(before);
+                drop(table);
+                return Ok(denied(quota, cost, before));
             };
             state.set_bucket(now, after.0, narrow.is_full(after), template);
             self.sweep(&mut table, now);
-            return Outcome::Allowed(after);
+            drop(table);
+            return Ok(allowed(quota, cost, after));
         }
-        let charge = Charge::of_parts(key, quota, cost, policy.name());
-        self.acquire_slow(&charge, fingerprint, table)
+        by_field(self.acquire_slow(key, quota, cost, policy.name(), fingerprint, table))
     }
 
     /// Decides an acquire of a new bucket, or of one whose numbers are not those of the quota.
@@ -107,22 +94,26 @@ impl MemoryStore {
     #[inline(never)]
     fn acquire_slow<'a>(
         &'a self,
-        charge: &Charge<'_>,
+        key: &str,
+        quota: &Quota,
+        cost: u64,
+        policy: Option<&str>,
         fingerprint: Fingerprint,
         table: SpinMutexGuard<'a, Table>,
-    ) -> Outcome {
-        if let Err(error) = charge.check(Action::Acquire) {
-            return Outcome::Other(Box::new(Err(error.into())));
-        }
-        let result = self.decide_slow::<Bucket>(Action::Acquire, charge, fingerprint, table);
-        let (quota, cost) = (charge.quota(), charge.cost());
-        // A box is allocated only if this is not the first charge of a key.
-        let first = quota.narrow().first_level(cost);
-        if result.as_ref().is_ok_and(|decision| *decision == allowed(quota, cost, first)) {
-            return Outcome::Allowed(first);
-        }
-        Outcome::Other(Box::new(result.map_err(Error::from)))
+    ) -> Result<Decision, Error> {
+        let charge = Charge::of_parts(key, quota, cost, policy);
+        charge.check(Action::Acquire)?;
+        Ok(self.decide_slow::<Bucket>(Action::Acquire, &charge, fingerprint, table)?)
     }
+}
+
+/// Returns the same result, with its fields one by one: otherwise the compiler would keep the usual
+/// decisions in memory, too, where this one is.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "it has no instructions of its own")]
+fn by_field(result: Result<Decision, Error>) -> Result<Decision, Error> {
+    let Decision { allowed, limit, remaining, retry_after, reset_after, delay, source } = result?;
+    Ok(Decision { allowed, limit, remaining, retry_after, reset_after, delay, source })
 }
 
 /// Returns the decision that has led to this level.
