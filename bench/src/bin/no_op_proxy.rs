@@ -37,7 +37,7 @@ async fn serve(client: TcpStream, address: String) -> Result<(), Box<dyn std::er
     let server = hyper::server::conn::http1::Builder::new();
     // Both in one task, which needs no wake-up from one to the other.
     tokio::select! {
-        served = server.serve_connection(TokioIo::new(client), answer) => served?,
+        closed = server.serve_connection(TokioIo::new(client), answer) => closed?,
         ended = connection => ended?,
     }
     Ok(())
