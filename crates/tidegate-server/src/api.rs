@@ -144,7 +144,7 @@ struct Connection<'a> {
     peer: Peer,
 }
 
-/// What handles a request.
+/// Handler of a request.
 enum Route {
     Acquire,
     Peek,
@@ -167,7 +167,8 @@ fn route(request: &Request) -> Route {
 /// Responds to any other request.
 async fn respond(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
     let is_head = request.method() == Method::HEAD;
-    let mut response = respond_to_get(connection, request).await.unwrap_or_else(Problem::into_http);
+    let mut response =
+        respond_with_body(connection, request).await.unwrap_or_else(Problem::into_http);
     if is_head {
         let length = HttpBody::size_hint(response.body()).lower();
         response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
@@ -176,7 +177,7 @@ async fn respond(connection: Connection<'_>, request: Request) -> Result<ApiResp
     Ok(response)
 }
 
-async fn respond_to_get(
+async fn respond_with_body(
     connection: Connection<'_>,
     request: Request,
 ) -> Result<ApiResponse, Problem> {

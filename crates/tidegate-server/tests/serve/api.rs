@@ -1,10 +1,12 @@
 //! Requests and responses of the API.
 
+use std::io::Write as _;
+use std::net::{Shutdown, TcpStream};
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::support::{Response, Service, request};
+use crate::support::{Response, Service, read_response, request};
 use crate::{POLICIES, attributes};
 
 #[test]
@@ -48,6 +50,24 @@ fn acquire_accepts_three_request_forms() {
     });
     assert_eq!(service.acquire(&quota).status, 200);
     assert_eq!(service.acquire(&quota).status, 429);
+}
+
+/// Such as `nc -N`. Whether the end arrives with the request or just after it depends on the
+/// scheduler, so there are many tries.
+#[test]
+fn client_that_stops_sending_gets_its_response() {
+    let service = Service::start(POLICIES);
+    let body = r#"{"key": "k", "quota": {"limit": 1000, "window": "1h"}}"#;
+    let length = body.len();
+    let head = format!("POST /v1/acquire HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n");
+    for attempt in 0..200 {
+        let mut stream = TcpStream::connect(&service.http).expect("the service listens");
+        stream.write_all(format!("{head}\r\n{body}").as_bytes()).expect("sent");
+        stream.shutdown(Shutdown::Write).expect("open");
+        let response = read_response(&mut stream);
+        assert_eq!(response.status, 200, "attempt {attempt}");
+        assert_eq!(response.json()["remaining"], 999 - attempt);
+    }
 }
 
 #[test]

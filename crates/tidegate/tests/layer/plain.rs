@@ -6,16 +6,17 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
+use http::{HeaderValue, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
-use tidegate::{Limiter, MemoryStore, Quota};
+use tidegate::{KeySource, Limiter, ManualClock, MemoryStore, Quota};
 use tokio::net::TcpListener;
 use tower::{Layer as _, Service, ServiceExt as _};
 
@@ -105,6 +106,39 @@ async fn a_service_that_fails_without_a_response_counts_as_500() {
         assert_eq!(service.clone().oneshot(Request::new(())).await.err(), Some("broken"));
     }
     assert_eq!(calls.load(Ordering::Relaxed), 5);
+}
+
+/// A key of a header is counted before the request is taken apart, and its denial afterwards.
+#[tokio::test]
+async fn a_denial_by_a_header_is_counted_once() {
+    async fn hello(_: Request<()>) -> Result<Response<Full<Bytes>>, Infallible> {
+        Ok(Response::new(Full::from("hello")))
+    }
+    let clock = ManualClock::new();
+    let minute = Duration::from_secs(60);
+    let quota = Quota::sliding_log(3, minute).expect("valid");
+    let quota = quota.with_count_denied(true).expect("a log");
+    let store = MemoryStore::builder().clock(clock.clone()).build();
+    let service = RateLimitLayer::new(Limiter::new(store), quota)
+        .by(KeySource::header("x-user-id").expect("a name"))
+        .layer(tower::service_fn(hello));
+    let ask = || async {
+        let request = Request::get("/").header("x-user-id", "ann").body(()).expect("a request");
+        let answer = service.clone().oneshot(request).await.expect("an answer");
+        (answer.status(), answer.headers()["x-ratelimit-remaining"].clone())
+    };
+    for remaining in ["2", "1", "0"] {
+        assert_eq!(ask().await, (StatusCode::OK, HeaderValue::from_static(remaining)));
+    }
+    clock.advance(minute / 2);
+    let denied = (StatusCode::TOO_MANY_REQUESTS, HeaderValue::from_static("0"));
+    assert_eq!(ask().await, denied);
+    // The admitted ones no longer count, and the denied one still does.
+    clock.advance(minute / 2);
+    for remaining in ["1", "0"] {
+        assert_eq!(ask().await, (StatusCode::OK, HeaderValue::from_static(remaining)));
+    }
+    assert_eq!(ask().await, denied);
 }
 
 /// A body that records whether it was read.
