@@ -7,23 +7,28 @@
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use tidegate::{Clock as _, SystemClock};
 
-use crate::candidates::{Candidate, Scenario};
+use crate::candidates::{Candidate, Scenario, key_of};
 
 const SHARDS: usize = 256;
 const KEY_BYTES: usize = 16;
+/// Number of secrets to try; one of a hundred does not suit.
+const ATTEMPTS: usize = 20;
 
 pub(crate) struct BareTable {
     shards: Box<[Shard]>,
     clock: SystemClock,
-    secrets: [u64; 2],
+    secrets: Secrets,
     /// Microseconds per unit.
     interval: u64,
     /// Microseconds that a full bucket is ahead of the clock.
     tolerance: u64,
 }
+
+/// Secrets of the hash.
+struct Secrets([u64; 2]);
 
 #[repr(align(64))]
 struct Shard(Mutex<Box<[Slot]>>);
@@ -44,11 +49,17 @@ impl Candidate for BareTable {
         let slots = (keys / SHARDS * 3 / 2 + 64).next_power_of_two();
         let empty = Slot { key: [0; 2], empty_at: 0 };
         let shard = || Shard(Mutex::new(vec![empty; slots].into_boxed_slice()));
-        let random = RandomState::new();
+        let secrets = || {
+            let random = RandomState::new();
+            Secrets([random.hash_one(0), random.hash_one(1)])
+        };
+        // With a few secrets, so weak a hash would fill a shard, and a search in it would not end.
+        let is_even = |secrets: &Secrets| secrets.fullest_shard(keys) <= slots / 8 * 7;
+        let secrets = std::iter::repeat_with(secrets).take(ATTEMPTS).find(is_even);
         Ok(Self {
             shards: std::iter::repeat_with(shard).take(SHARDS).collect(),
             clock: SystemClock::new(),
-            secrets: [random.hash_one(0), random.hash_one(1)],
+            secrets: secrets.context("no secrets distribute the keys evenly")?,
             interval: seconds * 1_000_000,
             tolerance: seconds * 1_000_000 * u64::from(burst),
         })
@@ -56,8 +67,8 @@ impl Candidate for BareTable {
 
     fn decide(&self, key: &String) -> bool {
         let key = inline(key);
-        let hash = self.hash(key);
-        let shard = &self.shards[usize::from(hash.to_le_bytes()[0])];
+        let hash = self.secrets.hash(key);
+        let shard = &self.shards[shard_of(hash)];
         let now = self.clock.now().as_micros();
         let mut slots = shard.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mask = slots.len() - 1;
@@ -78,14 +89,27 @@ impl Candidate for BareTable {
     }
 }
 
-impl BareTable {
+impl Secrets {
+    /// Returns the number of keys in the fullest shard.
+    fn fullest_shard(&self, keys: usize) -> usize {
+        let mut counts = [0; SHARDS];
+        for number in 0..keys {
+            counts[shard_of(self.hash(inline(&key_of(number))))] += 1;
+        }
+        counts.into_iter().max().unwrap_or_default()
+    }
+
     fn hash(&self, [first, last]: [u64; 2]) -> u64 {
-        let [a, b] = self.secrets;
+        let Self([a, b]) = self;
         let product = u128::from(first ^ a) * u128::from(last ^ b);
         #[expect(clippy::cast_possible_truncation, reason = "both halves, folded")]
         let folded = product as u64 ^ (product >> 64) as u64;
         folded
     }
+}
+
+fn shard_of(hash: u64) -> usize {
+    usize::from(hash.to_le_bytes()[0])
 }
 
 /// Returns a key of up to 16 bytes, with zeros at its end.
