@@ -124,12 +124,12 @@ pub(crate) fn service(
             let (state, guard) = &*shared;
             let connection = Connection { state, guard, peer };
             // A request is large, so it stays in its place.
-            let response = match route(&request) {
-                Route::Acquire => acquire(connection, &mut request).await,
-                Route::Peek => peek(connection, &mut request).await,
-                Route::Refund => refund(connection, &mut request).await,
-                Route::Report => report(connection, &mut request).await,
-                Route::Other => Box::pin(respond(connection, request)).await,
+            let response = match (request.uri().path(), request.method()) {
+                ("/v1/acquire", &Method::POST) => acquire(connection, &mut request).await,
+                ("/v1/peek", &Method::POST) => peek(connection, &mut request).await,
+                ("/v1/refund", &Method::POST) => refund(connection, &mut request).await,
+                ("/v1/report", &Method::POST) => report(connection, &mut request).await,
+                _ => Box::pin(respond(connection, request)).await,
             };
             Ok(response.unwrap_or_else(Problem::into_http))
         }
@@ -144,27 +144,7 @@ struct Connection<'a> {
     peer: Peer,
 }
 
-/// Handler of a request.
-enum Route {
-    Acquire,
-    Peek,
-    Refund,
-    Report,
-    /// A rare request, which [`respond`] handles.
-    Other,
-}
-
-fn route(request: &Request) -> Route {
-    match (request.uri().path(), request.method()) {
-        ("/v1/acquire", &Method::POST) => Route::Acquire,
-        ("/v1/peek", &Method::POST) => Route::Peek,
-        ("/v1/refund", &Method::POST) => Route::Refund,
-        ("/v1/report", &Method::POST) => Route::Report,
-        _ => Route::Other,
-    }
-}
-
-/// Responds to any other request.
+/// Responds to a request that asks for no decision by POST.
 async fn respond(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
     let is_head = request.method() == Method::HEAD;
     let mut response =
