@@ -1,6 +1,7 @@
 //! [`RateLimit`]: the service around a service.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -52,7 +53,8 @@ use crate::policy::PolicyDecisions;
 /// # }
 /// ```
 ///
-/// * The service is ready when the inner service is ready. A denied request does not call it.
+/// * The service is ready when the inner service is ready. A denied request does not call it, and
+///   neither a denied nor a delayed one holds a slot of it.
 /// * Its error is that of the inner service. A denial and a failing store are responses.
 /// * The inner service must be `Clone`, as in every Tower layer that calls it from a future.
 /// * The body of a denied request is not read.
@@ -156,7 +158,12 @@ impl<S: Clone, G> RateLimit<S, G> {
                         call_admitted(&shared, &snapshot, decisions, ready, request).await
                     }))
                 }
-                Err(response) => ResponseFuture::of_layer(response),
+                Err(response) => {
+                    // A slot of the inner service, such as that of a concurrency limit, is
+                    // released, not kept until the next request.
+                    drop(self.take_ready());
+                    ResponseFuture::of_layer(response)
+                }
             },
             None => {
                 let (shared, ready, request) =
@@ -181,7 +188,7 @@ async fn call_limited<S, G, B, R>(
     request: (Parts, B),
 ) -> Result<Response<Body<R>>, S::Error>
 where
-    S: Service<Request<B>, Response = Response<R>>,
+    S: Service<Request<B>, Response = Response<R>> + Clone,
     G: RequestLimiter,
 {
     let decided = shared.limiter.acquire(&snapshot, &request.0).await;
@@ -194,16 +201,29 @@ where
 async fn call_admitted<S, G, B, R>(
     shared: &Arc<LayerState<G>>,
     snapshot: &G::Snapshot,
-    decisions: PolicyDecisions<'_>,
+    mut decisions: PolicyDecisions<'_>,
     mut ready: S,
     (parts, body): (Parts, B),
 ) -> Result<Response<Body<R>>, S::Error>
 where
-    S: Service<Request<B>, Response = Response<R>>,
+    S: Service<Request<B>, Response = Response<R>> + Clone,
     G: RequestLimiter,
 {
-    let decisions = wait_for_turn(shared, snapshot, decisions).await;
-    let result = ready.call(Request::from_parts(parts, body)).await;
+    let is_delayed = !decisions.delay().is_zero();
+    if is_delayed {
+        // A delayed request must not hold a slot of the inner service: it takes one when its delay
+        // is over.
+        let clone = ready.clone();
+        drop(std::mem::replace(&mut ready, clone));
+        decisions = wait_for_turn(shared, snapshot, decisions).await;
+    }
+    let result = async {
+        if is_delayed {
+            poll_fn(|context| ready.poll_ready(context)).await?;
+        }
+        ready.call(Request::from_parts(parts, body)).await
+    };
+    let result = result.await;
     if shared.refunds(&result) {
         refund(shared, snapshot, decisions.clone()).await;
     }
@@ -284,9 +304,6 @@ async fn wait_for_turn<'a, G: RequestLimiter>(
     decisions: PolicyDecisions<'a>,
 ) -> PolicyDecisions<'a> {
     let delay = decisions.delay();
-    if delay.is_zero() {
-        return decisions;
-    }
     let runtime = Handle::try_current().ok();
     let mut place = QueuePlace { shared, snapshot, decisions: Some(decisions), runtime };
     shared.limiter.sleep(delay).await;

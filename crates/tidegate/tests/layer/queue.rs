@@ -1,5 +1,6 @@
 //! The layer with a leaky bucket: requests are delayed, and a cancelled request is refunded.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,12 +8,15 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::get;
-use http::{Request, StatusCode};
+use http::{Request, Response, StatusCode};
 use tidegate::layer::RateLimitLayer;
-use tidegate::{Charge, Clock as _, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Store};
+use tidegate::{
+    Charge, Clock as _, KeySource, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Store,
+};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
-use tower::ServiceExt as _;
+use tower::limit::ConcurrencyLimit;
+use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
 
 use crate::site::Site;
 use crate::support::{Redis, TEST_TIMEOUT, until};
@@ -186,4 +190,49 @@ async fn units_that_expired_during_the_request_are_not_refunded() {
         StatusCode::TOO_MANY_REQUESTS,
         "the units of other requests stay charged"
     );
+}
+
+fn request(user: &str) -> Request<()> {
+    Request::get("/").header("x-user", user).body(()).expect("a request")
+}
+
+#[tokio::test]
+async fn delayed_request_holds_no_slot_of_the_inner_service() {
+    let clock = ManualClock::new();
+    let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    let user = KeySource::header("x-user").expect("valid");
+    let inner = ConcurrencyLimit::new(
+        service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(()))),
+        1,
+    );
+    let service = RateLimitLayer::new(limiter, quota()).by(user).layer(inner);
+    let ask = |user: &str| service.clone().oneshot(request(user));
+    assert_eq!(ask("greedy").await.expect("infallible").status(), StatusCode::OK);
+    let delayed = tokio::spawn(ask("greedy"));
+    until("the second request is delayed", async || clock.sleepers() == 1).await;
+    let other = tokio::time::timeout(TEST_TIMEOUT, ask("other")).await.expect("the slot is free");
+    assert_eq!(other.expect("infallible").status(), StatusCode::OK);
+    clock.advance(Duration::from_secs(1));
+    let delayed = delayed.await.expect("no panic").expect("infallible");
+    assert_eq!(delayed.status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn denied_request_releases_the_slot_of_the_inner_service() {
+    let limiter = Limiter::new(MemoryStore::new());
+    let quota = Quota::fixed_window(1, Duration::from_secs(3_600)).expect("valid");
+    let user = KeySource::header("x-user").expect("valid");
+    let inner = ConcurrencyLimit::new(
+        service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(()))),
+        1,
+    );
+    let mut one = RateLimitLayer::new(limiter, quota).by(user).layer(inner);
+    let other = one.clone();
+    for status in [StatusCode::OK, StatusCode::TOO_MANY_REQUESTS] {
+        let response = one.ready().await.expect("infallible").call(request("ann")).await;
+        assert_eq!(response.expect("infallible").status(), status);
+    }
+    let other = tokio::time::timeout(TEST_TIMEOUT, other.oneshot(request("bob"))).await;
+    let response = other.expect("the slot is free").expect("infallible");
+    assert_eq!(response.status(), StatusCode::OK);
 }
