@@ -1,6 +1,8 @@
 //! Logs to standard error, and traces to an OpenTelemetry collector.
 
 use std::io::IsTerminal as _;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::ValueEnum;
@@ -14,10 +16,21 @@ mod otlp;
 pub(crate) mod panics;
 mod throttle;
 mod traces;
+mod writer;
+
+use crate::config::LogDestination;
 
 pub(crate) use denials::DenialLog;
 pub(crate) use throttle::{LogThrottle, store_failed};
-pub(crate) use traces::{TRACE, Traces, continue_trace, propagate_trace, trace_id};
+use traces::Traces;
+pub(crate) use traces::{TRACE, continue_trace, propagate_trace, trace_id};
+pub(crate) use writer::LogWriter;
+
+/// Time limit for writing the last lines at the end of the process.
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Writer of the lines on standard error.
+static STDERR: OnceLock<LogWriter> = OnceLock::new();
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LogFormat {
@@ -25,16 +38,41 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+/// Guard that exports the last spans and writes the last lines on drop.
+pub(crate) struct Logs {
+    /// Declared first, because the exporter may log an error.
+    _traces: Traces,
+    _lines: LastLines,
+}
+
+struct LastLines;
+
+impl Drop for LastLines {
+    fn drop(&mut self) {
+        if let Some(writer) = STDERR.get() {
+            writer.stop(STOP_TIMEOUT);
+        }
+    }
+}
+
+/// Returns the numbers of lines on standard error, by outcome.
+pub(crate) fn line_counts() -> [(&'static str, u64); 2] {
+    STDERR.get().map_or([("written", 0), ("dropped", 0)], LogWriter::counts)
+}
+
 /// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
 /// runs on.
-pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
+pub(crate) fn start(format: LogFormat) -> anyhow::Result<Logs> {
     let filter = match std::env::var("TIDEGATE_LOG") {
         Ok(text) if !text.trim().is_empty() => text.parse::<EnvFilter>().with_context(|| {
             format!("TIDEGATE_LOG={text}: write a level, such as debug, or levels of modules")
         })?,
         _ => EnvFilter::new("info"),
     };
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    // A thread of the runtime must not block on a full pipe: lines are queued, or dropped.
+    let writer = LogWriter::start("log", &LogDestination::Stderr)?;
+    let writer = STDERR.get_or_init(|| writer);
+    let lines = tracing_subscriber::fmt::layer().with_writer(move || writer);
     let lines = match format {
         LogFormat::Json => lines.json().with_filter(filter).boxed(),
         LogFormat::Text => {
@@ -50,5 +88,5 @@ pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
     if provider.is_some() {
         traces::warn_about_protocol();
     }
-    Ok(Traces(provider))
+    Ok(Logs { _traces: Traces(provider), _lines: LastLines })
 }

@@ -14,7 +14,7 @@ use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
 use crate::envoy::RejectionCounters;
 use crate::listener::ClosedConnections;
-use crate::logs::panics;
+use crate::logs::{self, panics};
 use crate::resp::RespCounters;
 
 pub(crate) mod counters;
@@ -22,6 +22,7 @@ pub(crate) mod histogram;
 pub(crate) mod process;
 mod redis;
 mod requests;
+pub(crate) mod stalls;
 
 pub(crate) use counters::Counters;
 pub(crate) use histogram::Histogram;
@@ -341,6 +342,13 @@ impl Metrics {
         write_numbers(&mut text, &numbers);
         write_labelled(
             &mut text,
+            ("tidegate_log_lines_total", "outcome"),
+            "Lines of the log on standard error, by outcome.",
+            logs::line_counts(),
+        );
+        stalls::write(&mut text);
+        write_labelled(
+            &mut text,
             ("tidegate_connections_closed_total", "reason"),
             "Connections that were closed early or refused, by reason.",
             self.closed_connections.counts(),
@@ -354,7 +362,7 @@ impl Metrics {
 }
 
 /// Writes a counter for each value of a label.
-fn write_labelled(
+pub(crate) fn write_labelled(
     text: &mut String,
     (name, label): (&str, &str),
     help: &str,

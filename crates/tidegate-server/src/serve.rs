@@ -19,6 +19,7 @@ use crate::api::browser::BrowserGuard;
 use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
 use crate::envoy::Envoy;
 use crate::listener::{self, ListenerConfig, MaxAge, Socket};
+use crate::metrics::stalls;
 use crate::resp::Resp;
 use crate::state::ServerState;
 use crate::{api, doctor, gateway, reload};
@@ -40,7 +41,7 @@ const MAX_STREAMS: u32 = 256;
 const ADMIN_MAX_STREAMS: u32 = 16;
 /// Number of tasks that a busy thread runs before it looks for new requests of others. Tokio's own,
 /// 61, makes them wait for as many connections that pipeline requests.
-const EVENT_INTERVAL: u32 = 16;
+pub(crate) const EVENT_INTERVAL: u32 = 16;
 /// Wait between two checks for a connection to Redis at startup.
 const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -271,6 +272,7 @@ impl Service {
         warn: Box<dyn Fn(&Config) + Send + Sync>,
     ) -> anyhow::Result<Self> {
         raise_file_limit();
+        stalls::start(runtime::Handle::current().metrics())?;
         warn(&config);
         config.log_warnings();
         let (files, store) = (config.files.clone(), config.store.clone());

@@ -127,12 +127,12 @@ impl GatewayCommand {
             }
         };
         let runtime = serve::runtime()?;
-        let traces = runtime.block_on(async { logs::start(self.log_format) })?;
+        let logs = runtime.block_on(async { logs::start(self.log_format) })?;
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");
         }
         runtime.block_on(serve::gateway(config, self.config.clone(), announce))?;
-        drop(traces);
+        drop(logs);
         // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();
         Ok(ExitCode::SUCCESS)

@@ -83,12 +83,12 @@ impl ServeCommand {
             }
         };
         let runtime = serve::runtime()?;
-        let traces = runtime.block_on(async { logs::start(self.log_format) })?;
+        let logs = runtime.block_on(async { logs::start(self.log_format) })?;
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");
         }
         runtime.block_on(serve::serve(config, self.config.clone(), announce))?;
-        drop(traces);
+        drop(logs);
         // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();
         Ok(ExitCode::SUCCESS)

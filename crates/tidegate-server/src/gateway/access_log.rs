@@ -14,13 +14,12 @@ use opentelemetry::trace::TraceId;
 use tidegate::{PolicyDecisions, Source};
 
 use crate::config::{AccessLogConfig, AccessLogFormat, LogDestination};
+use crate::logs::LogWriter;
 use crate::metrics;
 
 pub(crate) mod time;
-mod writer;
 
 use time::UtcTime;
-use writer::LogWriter;
 
 /// Maximum number of bytes of a text that the client chooses. Longer ones are cut.
 const MAX_FIELD_BYTES: usize = 8 * 1024;
@@ -149,7 +148,7 @@ fn host(uri: &Uri, headers: &HeaderMap) -> Option<HeaderValue> {
 
 impl AccessLog {
     pub(super) fn start(config: &AccessLogConfig) -> anyhow::Result<Self> {
-        let writer = LogWriter::start(&config.destination).with_context(|| {
+        let writer = LogWriter::start("access-log", &config.destination).with_context(|| {
             let name = match &config.destination {
                 LogDestination::Stdout => "stdout".to_owned(),
                 LogDestination::Stderr => "stderr".to_owned(),
@@ -184,14 +183,9 @@ impl AccessLog {
     }
 
     pub(super) fn write_metrics(&self, text: &mut String) {
-        use std::fmt::Write as _;
-        let name = "tidegate_access_log_lines_total";
-        metrics::head(text, name, "counter", "Lines of the access log, by outcome.");
-        for (outcome, count) in
-            [("written", self.writer.written()), ("dropped", self.writer.dropped())]
-        {
-            let _ = writeln!(text, "{name}{{outcome=\"{outcome}\"}} {count}");
-        }
+        let (name, help) =
+            ("tidegate_access_log_lines_total", "Lines of the access log, by outcome.");
+        metrics::write_labelled(text, (name, "outcome"), help, self.writer.counts());
     }
 }
 

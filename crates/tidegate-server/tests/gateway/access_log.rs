@@ -389,8 +389,7 @@ fn full_disk_does_not_stop_requests() {
     gateway.wait_until("the lines are counted", |gateway| {
         gateway.admin("/metrics").body.contains("access_log_lines_total{outcome=\"dropped\"} 3\n")
     });
-    let failures =
-        |gateway: &Service| gateway.output().matches("writing the access log failed").count();
+    let failures = |gateway: &Service| gateway.output().matches("writing log lines failed").count();
     gateway.wait_until("the failure is logged", |gateway| failures(gateway) > 0);
     assert_eq!(failures(&gateway), 1, "{}", gateway.output());
 }

@@ -1,11 +1,14 @@
 //! Tokens, admin API, shared counters and outages of Redis.
 
+use std::net::TcpStream;
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::POLICIES;
-use crate::support::{Redis, Service, TEST_TIMEOUT, request};
+use crate::support::{Redis, Service, TEST_TIMEOUT, free_port, request};
 
 #[test]
 fn api_and_admin_have_separate_tokens() {
@@ -192,4 +195,38 @@ fn process_metrics_are_those_of_the_process() {
     let age = now.as_secs_f64() - value("process_start_time_seconds");
     // The boot time of Linux has whole seconds.
     assert!((-2.0..TEST_TIMEOUT.as_secs_f64() + 2.0).contains(&age), "{age}");
+}
+
+#[test]
+fn full_pipe_of_the_log_delays_no_request() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let [http, grpc, admin] = [(); 3].map(|()| format!("127.0.0.1:{}", free_port()));
+    let listen = format!("listen: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n");
+    std::fs::write(&file, format!("{listen}{POLICIES}")).expect("written");
+    let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["serve", "--config"])
+        .arg(&file)
+        .env_clear()
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while TcpStream::connect(&admin).is_err() {
+        assert!(Instant::now() < deadline, "the service does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // Each reset logs a line of more than 100 bytes, and nothing reads the pipe of 64 KiB.
+    let body = format!(r#"{{"policy": "per-user", "key": "{}"}}"#, "k".repeat(100));
+    for _ in 0..1_000 {
+        let response = request(&admin, "POST", "/v1/reset", &[], body.as_bytes());
+        assert_eq!(response.status, 204);
+    }
+    let metrics = request(&admin, "GET", "/metrics", &[], b"").body;
+    assert!(metrics.contains("tidegate_log_lines_total{outcome=\"dropped\"} 0\n"), "{metrics}");
+    assert!(metrics.contains("\ntidegate_longest_stall_seconds "), "{metrics}");
+    process.kill().expect("it runs");
+    process.wait().expect("it ended");
 }

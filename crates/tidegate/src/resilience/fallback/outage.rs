@@ -126,22 +126,24 @@ impl<S: SharedStore> FallbackCore<S> {
             outage.logged_reasons.clear();
         }
         let reason = reason.to_string();
-        if outage.logged_reasons.len() < MAX_LOGGED_REASONS
-            && !outage.logged_reasons.contains(&reason)
-        {
-            let instances = self.fleet.size();
-            if starts {
-                tracing::warn!(reason, instances, "store failed, falling back");
-            } else {
-                tracing::warn!(reason, instances, "store still failing, falling back");
-            }
-            outage.logged_reasons.push(reason);
+        let is_new_reason = outage.logged_reasons.len() < MAX_LOGGED_REASONS
+            && !outage.logged_reasons.contains(&reason);
+        if is_new_reason {
+            outage.logged_reasons.push(reason.clone());
         }
         if outage.recovery.as_ref().is_none_or(AbortHandle::is_finished)
             && let Ok(runtime) = Handle::try_current()
         {
             let recovery = runtime.spawn(settlement::recover(Arc::downgrade(self)));
             outage.recovery = Some(recovery.abort_handle());
+        }
+        // Not under the lock, which every failing call takes: a log line may block.
+        drop(outage);
+        let instances = self.fleet.size();
+        match (is_new_reason, starts) {
+            (true, true) => tracing::warn!(reason, instances, "store failed, falling back"),
+            (true, false) => tracing::warn!(reason, instances, "store still failing, falling back"),
+            (false, _) => {}
         }
     }
 
@@ -157,17 +159,18 @@ impl<S: SharedStore> FallbackCore<S> {
             state.active.store(was_active, Ordering::SeqCst);
             return false;
         }
-        if was_active {
-            let outage_duration = outage.since.elapsed();
-            let local = self.counters.local.load(Ordering::Relaxed) - outage.local_before;
-            let settled = self.counters.settled.load(Ordering::Relaxed) - outage.settled_before;
-            let pending = self.ledger.units();
-            tracing::info!(?outage_duration, local, settled, pending, "store recovered");
-        }
+        let outage_duration = outage.since.elapsed();
+        let local = self.counters.local.load(Ordering::Relaxed) - outage.local_before;
+        let settled = self.counters.settled.load(Ordering::Relaxed) - outage.settled_before;
         let is_complete = self.ledger.is_empty();
         if is_complete {
             // The task ends a moment later, but a new failure must already start a new one.
             outage.recovery = None;
+        }
+        drop(outage);
+        if was_active {
+            let pending = self.ledger.units();
+            tracing::info!(?outage_duration, local, settled, pending, "store recovered");
         }
         is_complete
     }

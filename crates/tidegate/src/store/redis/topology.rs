@@ -294,7 +294,10 @@ impl TopologyState {
 
     /// Logs which slots have a new owner, at most every few seconds.
     fn log_moves(&self) {
-        self.moves.lock().unwrap_or_else(PoisonError::into_inner).log(Instant::now());
+        let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = moves.take_due(Instant::now());
+        drop(moves);
+        moves::log(due);
     }
 
     /// Returns the epoch of the routes. A call that starts after this read uses routes of this

@@ -25,21 +25,23 @@ impl SlotMoves {
         self.pending.entry((name(from), name(to))).or_default().push(slot);
     }
 
-    /// Logs the slots that have moved, unless it has just done so.
-    pub(super) fn log(&mut self, now: Instant) {
-        for ((from, to), mut slots) in self.take_due(now) {
-            let (count, slots) = (slots.len(), ranges(&mut slots));
-            tracing::info!(from, to, count, slots, "slots have a new owner");
-        }
-    }
-
-    fn take_due(&mut self, now: Instant) -> BTreeMap<(String, String), Vec<u16>> {
+    /// Takes the slots that have moved, unless some were just taken. The caller logs them without
+    /// its lock, because a log line may block.
+    pub(super) fn take_due(&mut self, now: Instant) -> BTreeMap<(String, String), Vec<u16>> {
         let is_recent = |at: Instant| now.duration_since(at) < LOG_INTERVAL;
         if self.pending.is_empty() || self.logged_at.is_some_and(is_recent) {
             return BTreeMap::new();
         }
         self.logged_at = Some(now);
         std::mem::take(&mut self.pending)
+    }
+}
+
+/// Logs slots that have moved.
+pub(super) fn log(moves: BTreeMap<(String, String), Vec<u16>>) {
+    for ((from, to), mut slots) in moves {
+        let (count, slots) = (slots.len(), ranges(&mut slots));
+        tracing::info!(from, to, count, slots, "slots have a new owner");
     }
 }
 

@@ -1,4 +1,5 @@
-//! Writer of the access log: a thread of its own, so that a slow disk never delays a request.
+//! Writer of log lines: a thread of its own, so that a slow disk or a full pipe never delays a
+//! request.
 //!
 //! Lines wait in a buffer of limited size, and those that do not fit are dropped and counted. Each
 //! write takes all lines that wait, and waits a moment for more. A file that was moved or removed,
@@ -12,8 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::LogThrottle;
 use crate::config::LogDestination;
-use crate::logs::LogThrottle;
 
 /// Maximum number of bytes that wait to be written: some seconds of requests at full load.
 const MAX_BUFFERED_BYTES: usize = 4 * 1024 * 1024;
@@ -26,7 +27,7 @@ const FILE_MODE: u32 = 0o640;
 
 /// Sending side of the writer.
 #[derive(Debug)]
-pub(super) struct LogWriter(Arc<Shared>);
+pub(crate) struct LogWriter(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -49,19 +50,17 @@ struct Queue {
 }
 
 impl LogWriter {
-    /// Opens the destination and starts the writer.
-    pub(super) fn start(destination: &LogDestination) -> io::Result<Self> {
+    /// Opens the destination and starts the writer, whose thread has this name.
+    pub(crate) fn start(thread: &str, destination: &LogDestination) -> io::Result<Self> {
         let output = Output::open(destination)?;
         let shared = Arc::<Shared>::default();
         let writer = Arc::clone(&shared);
-        std::thread::Builder::new()
-            .name("access-log".to_owned())
-            .spawn(move || writer.run(output))?;
+        std::thread::Builder::new().name(thread.to_owned()).spawn(move || writer.run(output))?;
         Ok(Self(shared))
     }
 
     /// Queues a line, which ends with a line break, or drops it if the buffer is full.
-    pub(super) fn send(&self, line: &[u8]) {
+    pub(crate) fn send(&self, line: &[u8]) {
         let mut queue = self.0.lock();
         if queue.stop || queue.bytes.len() + line.len() > MAX_BUFFERED_BYTES {
             drop(queue);
@@ -79,13 +78,13 @@ impl LogWriter {
     }
 
     /// Opens the file again.
-    pub(super) fn reopen(&self) {
+    pub(crate) fn reopen(&self) {
         self.0.lock().reopen = true;
         self.0.wake.notify_one();
     }
 
     /// Writes the lines that wait and stops the writer; waits for it at most for `timeout`.
-    pub(super) fn stop(&self, timeout: Duration) {
+    pub(crate) fn stop(&self, timeout: Duration) {
         let mut queue = self.0.lock();
         queue.stop = true;
         self.0.wake.notify_one();
@@ -93,12 +92,22 @@ impl LogWriter {
         drop(wait);
     }
 
-    pub(super) fn written(&self) -> u64 {
-        self.0.written.load(Ordering::Relaxed)
+    /// Returns the numbers of lines, by outcome.
+    pub(crate) fn counts(&self) -> [(&'static str, u64); 2] {
+        let Shared { written, dropped, .. } = &*self.0;
+        [("written", written.load(Ordering::Relaxed)), ("dropped", dropped.load(Ordering::Relaxed))]
+    }
+}
+
+/// Each write is a line.
+impl Write for &LogWriter {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.send(line);
+        Ok(line.len())
     }
 
-    pub(super) fn dropped(&self) -> u64 {
-        self.0.dropped.load(Ordering::Relaxed)
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -129,7 +138,7 @@ impl Shared {
                     Ok(()) => &self.written,
                     Err(error) => {
                         static THROTTLE: LogThrottle = LogThrottle::new();
-                        warn(&THROTTLE, &error, "writing the access log failed");
+                        warn(&THROTTLE, &error, "writing log lines failed");
                         &self.dropped
                     }
                 };
@@ -190,7 +199,7 @@ impl Output {
             }
             Err(error) => {
                 static THROTTLE: LogThrottle = LogThrottle::new();
-                warn(&THROTTLE, &error, "opening the access log again failed");
+                warn(&THROTTLE, &error, "opening the log file again failed");
             }
         }
     }
@@ -243,7 +252,7 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(20);
 
     fn start(path: &Path) -> LogWriter {
-        LogWriter::start(&LogDestination::File(path.to_owned())).expect("opened")
+        LogWriter::start("log", &LogDestination::File(path.to_owned())).expect("opened")
     }
 
     #[test]
@@ -261,9 +270,9 @@ mod tests {
             .chain((0..1_000).map(|n| format!("{n}\n")))
             .collect();
         assert!(text == expected);
-        assert_eq!((writer.written(), writer.dropped()), (1_000, 0));
+        assert_eq!(writer.counts(), [("written", 1_000), ("dropped", 0)]);
         writer.send(b"too late\n");
-        assert_eq!(writer.dropped(), 1);
+        assert_eq!(writer.counts()[1], ("dropped", 1));
     }
 
     #[test]
@@ -273,7 +282,7 @@ mod tests {
         for _ in 0..6 {
             writer.send(&line);
         }
-        assert_eq!((writer.0.lock().lines, writer.dropped()), (4, 2));
+        assert_eq!((writer.0.lock().lines, writer.counts()[1]), (4, ("dropped", 2)));
     }
 
     #[test]
@@ -307,6 +316,6 @@ mod tests {
     #[test]
     fn unwritable_file_is_an_error_at_the_start() {
         let missing = Path::new("/nonexistent/access.log").to_owned();
-        assert!(LogWriter::start(&LogDestination::File(missing)).is_err());
+        assert!(LogWriter::start("log", &LogDestination::File(missing)).is_err());
     }
 }
