@@ -42,10 +42,15 @@ const HTTP_UPGRADES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
 
 const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 
-/// `Forwarded`, and headers by which a proxy sends some frameworks the original path. From a client,
-/// they would lead to another address or path than the one that the policies matched.
-const CLIENT_OVERRIDES: [HeaderName; 4] = [
+/// `Forwarded`, and headers by which a proxy sends some frameworks the client's address or the
+/// original path. From a client, they would lead to another address or path than the one that the
+/// policies matched.
+const CLIENT_OVERRIDES: [HeaderName; 8] = [
     header::FORWARDED,
+    HeaderName::from_static("x-real-ip"),
+    HeaderName::from_static("x-client-ip"),
+    HeaderName::from_static("true-client-ip"),
+    HeaderName::from_static("cf-connecting-ip"),
     HeaderName::from_static("x-original-url"),
     HeaderName::from_static("x-original-uri"),
     HeaderName::from_static("x-rewrite-url"),
@@ -57,6 +62,9 @@ const METHOD_OVERRIDES: [HeaderName; 3] = [
     HeaderName::from_static("x-http-method"),
     HeaderName::from_static("x-method-override"),
 ];
+
+/// Maximum number of options in `Connection`. Each is compared with every header.
+const MAX_CONNECTION_OPTIONS: usize = 100;
 
 /// Number of passes through a gateway, by `Via`, after which a request is considered looping.
 const MAX_PASSES: usize = 8;
@@ -79,6 +87,9 @@ pub(super) fn check(head: &Parts) -> Result<(), ProxyError> {
         >= MAX_PASSES
     {
         return Err(ProxyError::Loop);
+    }
+    if elements(&head.headers, &header::CONNECTION).count() > MAX_CONNECTION_OPTIONS {
+        return Err(ProxyError::Ambiguous("Connection has more than 100 options"));
     }
     check_host(head)?;
     // HTTP/1.1 removes them, and HTTP/2 has none (RFC 9113, 8.2.1). An HTTP/1.1 upstream would see
@@ -181,9 +192,7 @@ pub(super) fn to_upstream(
         elements(&head.headers, &header::TE).any(|value| value.eq_ignore_ascii_case(b"trailers"));
     let headers = &mut head.headers;
     remove_hop_by_hop(headers);
-    if dropped.underscored {
-        remove_underscored(headers);
-    }
+    remove_unusual(headers, !dropped.underscored);
     if dropped.method_overrides {
         remove_all(headers, &METHOD_OVERRIDES);
     }
@@ -266,11 +275,14 @@ fn push_address(text: &mut Vec<u8>, address: IpAddr) {
     }
 }
 
-/// Removes headers with an underscore in their name: applications behind CGI, WSGI and the like
-/// cannot distinguish `X_User_Id` from `X-User-Id`.
-fn remove_underscored(headers: &mut HeaderMap) {
-    let is_underscored = |name: &&HeaderName| name.as_str().contains('_');
-    let names: Vec<HeaderName> = headers.keys().filter(is_underscored).cloned().collect();
+/// Removes headers with unusual characters in their names: applications behind CGI, WSGI and the
+/// like cannot distinguish `X_User_Id` and `X.User.Id` from `X-User-Id`.
+fn remove_unusual(headers: &mut HeaderMap, keep_underscored: bool) {
+    let is_usual = |byte: u8| {
+        byte.is_ascii_alphanumeric() || byte == b'-' || (byte == b'_' && keep_underscored)
+    };
+    let is_unusual = |name: &&HeaderName| !name.as_str().bytes().all(is_usual);
+    let names: Vec<HeaderName> = headers.keys().filter(is_unusual).cloned().collect();
     for name in names {
         headers.remove(name);
     }
@@ -405,7 +417,7 @@ fn listed(headers: &HeaderMap) -> Vec<HeaderName> {
 
 /// Returns the header names that `Connection` lists.
 fn connection_options(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
-    elements(headers, &header::CONNECTION)
+    elements(headers, &header::CONNECTION).take(MAX_CONNECTION_OPTIONS)
 }
 
 /// Returns the elements of a list header as bytes, so that an invalid element does not hide the

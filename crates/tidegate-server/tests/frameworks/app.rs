@@ -16,9 +16,11 @@ pub(crate) struct App {
 
 impl App {
     pub(crate) fn start(framework: &str) -> Self {
-        let is_node = ["Express", "Fastify"].contains(&framework);
-        let (program, file) = if is_node { ("node", "apps.js") } else { ("python", "apps.py") };
-        let program = root().join(".venv/bin").join(program);
+        let (program, file) = match framework {
+            "Express 4" | "Express 5" | "Fastify" => (root().join(".venv/bin/node"), "apps.js"),
+            "Rack" => (PathBuf::from("ruby"), "app.rb"),
+            _ => (root().join(".venv/bin/python"), "apps.py"),
+        };
         let mut process = Command::new(&program)
             .arg(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/frameworks").join(file))
             .arg(framework.to_lowercase())

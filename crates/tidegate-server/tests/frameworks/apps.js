@@ -10,7 +10,7 @@ function seen(route, request) {
   const text = (value) => (value === undefined ? null : String(value));
   return {
     route,
-    cookie: text(request.cookies.session),
+    cookie: text(request.cookies.session_id),
     header: text(request.headers["x-user-id"]),
     query: text(request.query.api_key),
     token: bearer ? bearer[1].trim() : null,
@@ -23,14 +23,19 @@ function ready(error, port) {
   console.log(port);
 }
 
-const apps = {
-  express() {
-    const app = require("express")();
+function express(module) {
+  return () => {
+    const app = require(module)();
     app.use(require("cookie-parser")());
     app.get("/limited/x", (request, response) => response.json(seen("limited", request)));
     app.use((request, response) => response.json(seen("other", request)));
     const server = app.listen(0, "127.0.0.1", (error) => ready(error, server.address().port));
-  },
+  };
+}
+
+const apps = {
+  "express 5": express("express"),
+  "express 4": express("express4"),
 
   fastify() {
     const app = require("fastify")();

@@ -32,7 +32,7 @@ def flask_app():
         authorization = flask.request.authorization
         return seen(
             route,
-            flask.request.cookies.get("session"),
+            flask.request.cookies.get("session_id"),
             flask.request.headers.get("X-User-Id"),
             flask.request.args.get("api_key"),
             authorization and authorization.token,
@@ -67,7 +67,7 @@ def django_app():
         return JsonResponse(
             seen(
                 route,
-                request.COOKIES.get("session"),
+                request.COOKIES.get("session_id"),
                 request.headers.get("X-User-Id"),
                 request.GET.get("api_key"),
                 value.decode("latin-1") if scheme == b"bearer" else None,
@@ -97,7 +97,7 @@ def fastapi_app():
 
     async def read(
         request: Request,
-        session: Annotated[str | None, Cookie()] = None,
+        session_id: Annotated[str | None, Cookie()] = None,
         x_user_id: Annotated[str | None, Header()] = None,
         api_key: Annotated[str | None, Query()] = None,
         token: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None,
@@ -107,7 +107,7 @@ def fastapi_app():
         except HTTPException:
             user = None
         credentials = token and token.credentials
-        return session, x_user_id, api_key, credentials, user and f"{user.username}:{user.password}"
+        return session_id, x_user_id, api_key, credentials, user and f"{user.username}:{user.password}"
 
     Seen = Annotated[tuple, Depends(read)]
 
@@ -120,6 +120,101 @@ def fastapi_app():
         return seen("other", *values)
 
     return app
+
+
+def credentials(authorization):
+    """Bearer token and user with password of an `Authorization` header."""
+    import base64
+
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip(), None
+    if scheme.lower() != "basic":
+        return None, None
+    try:
+        return None, base64.b64decode(value.strip()).decode("latin-1")
+    except ValueError:
+        return None, None
+
+
+def serve_aiohttp(listener):
+    from aiohttp import web
+
+    async def echo(request):
+        return web.json_response(
+            seen(
+                request.match_info.route.name,
+                request.cookies.get("session_id"),
+                request.headers.get("X-User-Id"),
+                request.query.get("api_key"),
+                *credentials(request.headers.get("Authorization", "")),
+            )
+        )
+
+    app = web.Application()
+    app.router.add_get("/limited/x", echo, name="limited")
+    app.router.add_get("/{path:.*}", echo, name="other")
+    exit_with_standard_input(lambda: os._exit(0))
+    web.run_app(app, sock=listener, print=None)
+
+
+def serve_tornado(listener):
+    import asyncio
+
+    import tornado.httpserver
+    import tornado.web
+
+    class Echo(tornado.web.RequestHandler):
+        def initialize(self, route):
+            self.route = route
+
+        def get(self):
+            headers = self.request.headers
+            self.write(
+                seen(
+                    self.route,
+                    self.get_cookie("session_id"),
+                    headers.get("X-User-Id"),
+                    self.get_query_argument("api_key", None),
+                    *credentials(headers.get("Authorization", "")),
+                )
+            )
+
+    async def serve():
+        routes = [("/limited/x", Echo, {"route": "limited"}), (".*", Echo, {"route": "other"})]
+        app = tornado.web.Application(routes, log_function=lambda _: None)
+        listener.setblocking(False)
+        tornado.httpserver.HTTPServer(app).add_socket(listener)
+        await asyncio.Event().wait()
+
+    exit_with_standard_input(lambda: os._exit(0))
+    asyncio.run(serve())
+
+
+def serve_php(listener):
+    """The server of PHP takes over no listener, so it gets the port of this one."""
+    import subprocess
+    import time
+
+    port = listener.getsockname()[1]
+    listener.close()
+    router = os.path.join(os.path.dirname(__file__), "app.php")
+    server = subprocess.Popen(
+        ["php", "-q", "-S", f"127.0.0.1:{port}", router],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={"PATH": os.environ["PATH"], "PHP_CLI_SERVER_WORKERS": "1"},
+    )
+    while server.poll() is None:
+        with socket.socket() as connection:
+            if connection.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.01)
+    print(port, flush=True)
+    while os.read(0, 1024):
+        pass
+    server.terminate()
+    server.wait()
 
 
 def exit_with_standard_input(stop):
@@ -165,8 +260,15 @@ listener.bind(("127.0.0.1", 0))
 listener.listen(128)
 # gunicorn takes the listener over by its number.
 listener.set_inheritable(True)
+if framework == "php":
+    serve_php(listener)
+    sys.exit()
 print(listener.getsockname()[1], flush=True)
 if framework == "fastapi":
     serve_asgi(fastapi_app(), listener)
+elif framework == "aiohttp":
+    serve_aiohttp(listener)
+elif framework == "tornado":
+    serve_tornado(listener)
 else:
     serve_wsgi({"flask": flask_app, "django": django_app}[framework](), listener)

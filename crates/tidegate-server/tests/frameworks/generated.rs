@@ -33,11 +33,29 @@ fn cookie(seeded: &mut Seeded) -> Request {
     let mut line = Vec::new();
     for number in 0..=seeded.below(3) {
         if number > 0 {
-            line.extend_from_slice(seeded.pick(&[b"; " as &[u8], b";", b"; ;", b" ; "]));
+            line.extend_from_slice(seeded.pick(&[
+                b"; " as &[u8],
+                b";",
+                b"; ;",
+                b" ; ",
+                b" ",
+                b",",
+            ]));
         }
         line.extend_from_slice(seeded.pick(&SPACES));
         line.extend_from_slice(
-            seeded.pick(&["session", "session", "session", "a", "Session", "s%65ssion"]).as_bytes(),
+            seeded
+                .pick(&[
+                    "session_id",
+                    "session_id",
+                    "session_id",
+                    "a",
+                    "Session_Id",
+                    "s%65ssion_id",
+                    "session.id",
+                    "session[id",
+                ])
+                .as_bytes(),
         );
         line.extend_from_slice(seeded.pick(&SPACES));
         line.push(b'=');
@@ -107,8 +125,19 @@ fn query(seeded: &mut Seeded) -> Request {
         if number > 0 {
             target.push_str(seeded.pick(&["&", "&", "&", ";", "&&"]));
         }
-        let name = seeded.pick(&["api_key", "api_key", "api_key", "API_KEY", "a", "api_key[]"]);
-        target.push_str(&if seeded.once_in(3) { with_codes(name, seeded) } else { name.into() });
+        let name = seeded.pick(&[
+            "api_key",
+            "api_key",
+            "api_key",
+            "API_KEY",
+            "a",
+            "api_key[]",
+            "api.key",
+            "[api_key]",
+            "api key",
+        ]);
+        let name = if seeded.once_in(3) { with_codes(name, seeded) } else { (*name).into() };
+        target.push_str(&name.replace(' ', "+"));
         target.push('=');
         let value = with_codes(seeded.pick(&VALUES), seeded);
         target.push_str(&value);

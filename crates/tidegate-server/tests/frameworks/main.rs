@@ -37,7 +37,7 @@ fn config(paths: &str) -> String {
         )
     };
     let keys = [
-        "cookie.session",
+        "cookie.session_id",
         "header.x-user-id",
         "query.api_key",
         "header.authorization",
@@ -150,7 +150,32 @@ fn fastapi_reads_no_identity_more_often_than_its_limit() {
 
 #[test]
 fn express_reads_no_identity_more_often_than_its_limit() {
-    check("Express");
+    check("Express 5");
+}
+
+#[test]
+fn express_4_reads_no_identity_more_often_than_its_limit() {
+    check("Express 4");
+}
+
+#[test]
+fn aiohttp_reads_no_identity_more_often_than_its_limit() {
+    check("aiohttp");
+}
+
+#[test]
+fn tornado_reads_no_identity_more_often_than_its_limit() {
+    check("Tornado");
+}
+
+#[test]
+fn php_reads_no_identity_more_often_than_its_limit() {
+    check("PHP");
+}
+
+#[test]
+fn rack_reads_no_identity_more_often_than_its_limit() {
+    check("Rack");
 }
 
 #[test]

@@ -157,6 +157,12 @@ impl<'a> RequestParts<'a> {
         self
     }
 
+    /// Returns whether a proxy describes the request, which then forwards its headers to a server
+    /// that this process does not know.
+    fn is_forwarded(&self) -> bool {
+        !self.reads_host_header
+    }
+
     /// Returns the whole query.
     #[must_use]
     pub fn raw_query(&self) -> Option<&'a str> {
@@ -247,10 +253,14 @@ impl Attributes for RequestParts<'_> {
             has_repeated_names(self.headers)
                 && !name.eq_ignore_ascii_case(COOKIE.as_str())
                 && self.headers.get_all(name).iter().nth(1).is_some()
+                || self.is_forwarded()
+                    && self.headers.keys().any(|other| is_similar_header(other.as_str(), name))
         } else if let Some(name) = name.strip_prefix("query.") {
-            differ(self.queries(name))
+            differ(self.queries(name)) || self.query.is_some_and(|query| has_similar(query, name))
         } else if let Some(name) = name.strip_prefix("cookie.") {
+            let mut headers = self.headers.get_all(COOKIE).iter();
             differ(self.cookies(name))
+                || headers.any(|header| has_similar_cookie(&text(header.as_bytes()), name))
         } else {
             false
         }
@@ -270,6 +280,67 @@ pub(super) fn has_repeated_names(headers: &HeaderMap) -> bool {
 fn differ<'v>(mut values: impl Iterator<Item = Cow<'v, str>>) -> bool {
     let first = values.next();
     values.any(|value| Some(value) != first)
+}
+
+/// Returns whether a query has a parameter that some framework reads as `name`, and others do not.
+/// Rack 2 and others also split at semicolons.
+fn has_similar(query: &str, name: &str) -> bool {
+    query.split('&').any(|pairs| {
+        pairs.split(';').enumerate().any(|(index, pair)| {
+            let key = form_decoded(pair.split_once('=').map_or(pair, |(key, _)| key));
+            is_similar(&key, name) && (key != name || index > 0)
+        })
+    })
+}
+
+/// Returns whether a `Cookie` header has a cookie that some framework reads as `name`, and others
+/// do not: some separate cookies also by spaces and commas.
+fn has_similar_cookie(header: &str, name: &str) -> bool {
+    let is_separator = |character: char| character.is_whitespace() || character == ',';
+    header.split(';').any(|pair| {
+        let key = pair.split_once('=').map_or("", |(key, _)| trimmed(key));
+        let within = pair.trim().split(is_separator).skip(1);
+        (key != name && is_similar(key, name))
+            || within.filter_map(|part| part.split_once('=')).any(|(key, _)| is_similar(key, name))
+    })
+}
+
+/// Returns whether frameworks may read one name as the other. PHP reads dots, spaces and brackets
+/// as underscores and ends a name at a NUL; Rack and Express leave brackets out.
+fn is_similar(name: &str, other: &str) -> bool {
+    // Nearly all names differ in their letters, which takes no copy to find out.
+    letters(name).eq(letters(other)) && {
+        let (name, other) = (until_nul(name).to_lowercase(), until_nul(other).to_lowercase());
+        name.replace(is_mark, "") == other.replace(is_mark, "") || words(&name).eq(words(&other))
+    }
+}
+
+fn is_mark(character: char) -> bool {
+    character.is_whitespace() || matches!(character, '.' | '[' | ']')
+}
+
+fn until_nul(name: &str) -> &str {
+    name.split('\0').next().unwrap_or_default()
+}
+
+fn letters(name: &str) -> impl Iterator<Item = char> {
+    let letters = until_nul(name).chars().filter(|letter| *letter != '_' && !is_mark(*letter));
+    letters.flat_map(char::to_lowercase)
+}
+
+fn words(name: &str) -> impl Iterator<Item = &str> {
+    let words = name.split(|character| character == '_' || is_mark(character));
+    words.filter(|word| !word.is_empty())
+}
+
+/// Returns whether CGI and the like read both headers as one: every character that is neither a
+/// letter nor a digit becomes an underscore.
+fn is_similar_header(header: &str, name: &str) -> bool {
+    let folded =
+        |byte: u8| if byte.is_ascii_alphanumeric() { byte.to_ascii_lowercase() } else { b'_' };
+    header.len() == name.len()
+        && header.bytes().map(folded).eq(name.bytes().map(folded))
+        && !header.eq_ignore_ascii_case(name)
 }
 
 /// Decodes a name or value of a query: `+` is a space, `%41` a byte. An incomplete code stays as it
@@ -394,6 +465,53 @@ mod tests {
             ("path", false),
         ] {
             assert_eq!(request.is_ambiguous(name), ambiguous, "{name}");
+        }
+    }
+
+    #[test]
+    fn names_that_frameworks_mistake_for_another_are_ambiguous() {
+        let client_ip = ClientIp::default();
+        let is_ambiguous = |uri: &str, headers: &[(&str, &str)], name: &str| {
+            let head = head(uri, headers);
+            RequestParts::new(&head, None, &client_ip).is_ambiguous(name)
+        };
+        for query in [
+            "api.key=Q",
+            "api%20key=Q",
+            "api+key",
+            "api[key=Q",
+            "api_key%00x=Q",
+            "[api_key]=Q",
+            "API_KEY=Q",
+            "%20api_key=Q",
+            "api_key[]=Q",
+            "api_key=1;api_key=Q",
+            "a=1;api_key=Q",
+            "a=1;api.key=Q",
+        ] {
+            assert!(is_ambiguous(&format!("/?{query}"), &[], "query.api_key"), "{query}");
+            assert!(is_ambiguous(&format!("/?b&api_key=1&{query}"), &[], "query.api_key"));
+        }
+        assert!(is_ambiguous("/?api.key=Q", &[], "query.apikey"));
+        for query in ["api_key=Q", "api_key=a.b[c];d", "apikey=Q", "api_keys=Q&key=1&api=2", "&;="]
+        {
+            assert!(!is_ambiguous(&format!("/?{query}"), &[], "query.api_key"), "{query}");
+        }
+        for cookie in ["session.id=S", "a=1 session_id=S", "a=1,session_id=S", "Session_Id=S"] {
+            assert!(is_ambiguous("/", &[("cookie", cookie)], "cookie.session_id"), "{cookie}");
+        }
+        for cookie in ["a=1; session_id = S T, u", "session=1; id=2", "session_id=\"a b\""] {
+            assert!(!is_ambiguous("/", &[("cookie", cookie)], "cookie.session_id"), "{cookie}");
+        }
+        for (header, expected) in
+            [("x.user.id", true), ("x_user-id", true), ("x-user-id", false), ("x-user-ids", false)]
+        {
+            let headers = [("x-user-id", "U"), (header, "U")];
+            let headers = if header == "x-user-id" { &headers[..1] } else { &headers };
+            let head = head("/", headers);
+            let forwarded = RequestParts::forwarded(&head.headers, "203.0.113.9".to_owned());
+            assert_eq!(forwarded.is_ambiguous("header.x-user-id"), expected, "{header}");
+            assert!(!is_ambiguous("/", headers, "header.x-user-id"), "a server of this process");
         }
     }
 
