@@ -52,6 +52,21 @@ fn header_names_are_case_insensitive() {
 }
 
 #[test]
+fn errors_show_the_name_of_a_variable_and_not_its_value() {
+    let value = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
+    for field in ["window", "algorithm", "key", "name", "missing_key"] {
+        let usual =
+            [("name", "p"), ("window", "60s")].into_iter().filter(|(name, _)| *name != field);
+        let usual: String = usual.map(|(name, value)| format!("{name}: {value}, ")).collect();
+        let text =
+            format!("policies:\n  - {{{usual}limit: 5, {field}: '${{CARGO_MANIFEST_DIR}} x'}}\n");
+        let error = Policies::from_yaml("limits.yaml", &text).err();
+        let error = error.unwrap_or_else(|| panic!("{field} is valid")).to_string();
+        assert!(!error.contains(&value) && error.contains("${CARGO_MANIFEST_DIR}"), "{error}");
+    }
+}
+
+#[test]
 fn empty_file_is_an_error() {
     let error = Policies::from_yaml("limits.yaml", "# soon\n").expect_err("empty").to_string();
     assert!(error.starts_with("limits.yaml: is empty"), "{error}");

@@ -148,9 +148,12 @@ impl<'a> Document<'a> {
                 .map(|locations| [locations.reference_location, locations.defined_location]);
             // An unknown field is named in the message; its value is never part of it.
             let is_unknown_field = matches!(error, Error::SerdeUnknownField { .. });
+            let is_about_variable = variables::is_error(&error.to_string());
             let is_secret = locations.is_none_or(|locations| {
                 locations.into_iter().any(|location| {
-                    self.is_secret(location) || (!is_unknown_field && self.is_unknown(location))
+                    self.is_secret(location)
+                        || (!is_unknown_field && self.is_unknown(location))
+                        || (!is_about_variable && self.has_variable(location))
                 })
             });
             let mut message = message::describe(error, is_secret, self.redaction);
@@ -190,7 +193,9 @@ impl<'a> Document<'a> {
     /// ```
     #[must_use]
     pub fn error_at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
-        let is_secret = self.is_secret(value.referenced) || self.is_secret(value.defined);
+        let is_secret = [value.referenced, value.defined]
+            .into_iter()
+            .any(|location| self.is_secret(location) || self.has_variable(location));
         let message = if is_secret { without_quoted(message) } else { message.to_owned() };
         self.error_at_place(place_of(value.referenced), &message)
     }
@@ -210,6 +215,14 @@ impl<'a> Document<'a> {
     fn is_secret(&self, location: Location) -> bool {
         let line = usize::try_from(location.line()).unwrap_or_default();
         line.checked_sub(1).is_none_or(|line| self.redaction.may_be_secret(self.text, line))
+    }
+
+    /// Returns whether a value may contain that of a variable, which messages do not show: they
+    /// quote the line, with the name of the variable.
+    fn has_variable(&self, location: Location) -> bool {
+        let line = usize::try_from(location.line()).unwrap_or_default();
+        let line = line.checked_sub(1).and_then(|line| redaction::lines(self.text).nth(line));
+        self.variables.is_some() && line.is_some_and(|line| line.contains("${"))
     }
 
     fn is_unknown(&self, location: Location) -> bool {

@@ -126,7 +126,8 @@ impl Redaction {
         if self.may_be_secret(text, number) {
             self.masked_line(line)
         } else {
-            without_userinfo(&line.chars().take(120).collect::<String>())
+            // The caller shortens the line: a part of a URL would not be recognized.
+            without_userinfo(line)
         }
     }
 
@@ -301,13 +302,20 @@ pub(super) fn without_userinfo(text: &str) -> String {
 fn mask_userinfo(text: &str) -> String {
     let Some(at) = text.rfind('@') else { return text.to_owned() };
     let before = &text[..at];
-    // A password may contain any character, so mask from the first URL on, or else the last word
-    // with a colon.
+    // A password may contain any character, so mask from the first URL on, or else from the first
+    // word with a colon, or from the quote of a text with a colon.
     let start = before.find("://").map(|scheme| scheme + 3).or_else(|| {
         let is_separator = |c: &char| c.is_whitespace() || "\"'[]{},".contains(*c);
-        let separator = before.char_indices().rev().find(|(_, character)| is_separator(character));
-        let word = separator.map_or(0, |(at, character)| at + character.len_utf8());
-        before[word..].contains(':').then_some(word)
+        let is_within_word = |(colon, _): &(usize, &str)| {
+            before[colon + 1..].chars().next().is_some_and(|next| !is_separator(&next))
+        };
+        let word = before.match_indices(':').find(is_within_word).map(|(colon, _)| {
+            let mut characters = before[..colon].char_indices().rev();
+            let separator = characters.find(|(_, character)| is_separator(character));
+            separator.map_or(0, |(at, character)| at + character.len_utf8())
+        });
+        let quoted = before.rfind(['"', '\'']).map(|quote| quote + 1);
+        word.into_iter().chain(quoted.filter(|quoted| before[*quoted..].contains(':'))).min()
     });
     match start {
         Some(start) => format!("{}{MASK}{}", &text[..start], &text[at..]),
@@ -365,6 +373,9 @@ mod tests {
                 "  upstreams: [http://…@h, http://i]",
             ),
             ("gateway:\n  upstreams: [u:S3CR3T@h]\n", "  upstreams: […@h]"),
+            ("gateway:\n  upstreams: ['u:S3CR3T pw@h']\n", "  upstreams: ['…@h']"),
+            ("gateway:\n  upstreams: ['u: S3CR3T, pw@h']\n", "  upstreams: ['…@h']"),
+            ("gateway:\n  upstreams: [h, 'u:p S3CR3T\" pw@h']\n", "  upstreams: [h, '…@h']"),
             ("gateway:\n  upstreams:\u{a0}u:S3CR3T@h\n", "  upstreams:\u{a0}…@h"),
             ("gateway:\n\u{3000}#\u{3000}u:S3CR3T@h\n", "\u{3000}#\u{3000}…@h"),
         ] {
@@ -420,6 +431,16 @@ mod tests {
         ] {
             let number = lines(text).position(|line| line.contains("S3CR3T")).expect("a line");
             assert_eq!(SERVER.line_without_unknown(text, number), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn long_lines_are_masked_before_they_are_cut() {
+        for length in 0..300 {
+            let start = "x".repeat(length);
+            let text = format!("gateway:\n  upstreams: ['{start}', 'http://svc:S3CR3T@h', a]\n");
+            let line = SERVER.redacted_line(&text, 1);
+            assert!(!line.contains("svc") && !line.contains("S3C"), "{line}");
         }
     }
 

@@ -71,6 +71,11 @@ fn value(reference: &str, lookup: Lookup) -> Result<String, String> {
     }
 }
 
+/// Returns whether this is an error of a variable itself, which contains no value.
+pub(super) fn is_error(message: &str) -> bool {
+    message.contains("the variable ") || message.contains(&malformed())
+}
+
 /// Returns the name for a message. One in capital letters is surely a name; any other is quoted,
 /// because it may be a part of a password, and quoted texts of secret fields are masked.
 fn shown(name: &str) -> Cow<'_, str> {
