@@ -40,6 +40,8 @@ pub struct NodeHealth {
     pub connected: bool,
     /// Whether the node decides. Sentinels do not.
     pub primary: bool,
+    /// Number of slots of a cluster that it serves; all 16,384 outside of a cluster.
+    pub slots: u16,
     /// Circuit of its decisions. While it is open, they fail at once.
     pub circuit: CircuitState,
     /// Last error of the connection, even if the node has reconnected since.
@@ -76,10 +78,10 @@ impl RedisStore {
     #[must_use]
     pub fn nodes(&self) -> Vec<NodeHealth> {
         let topology = self.shared.topology.state();
-        let primaries = topology.primaries();
+        let primaries = topology.primaries_with_slots();
         primaries
             .iter()
-            .map(|node| NodeHealth::of(node, true))
+            .map(|(node, slots)| NodeHealth { slots: *slots, ..NodeHealth::of(node, true) })
             .chain(topology.sentinels().iter().map(|node| NodeHealth::of(node, false)))
             .collect()
     }
@@ -193,6 +195,7 @@ impl NodeHealth {
             address: node.address().to_string(),
             connected: node.is_up(),
             primary,
+            slots: 0,
             circuit: node.circuit().state(),
             last_error: node.last_error().map(|error| error.reason),
             script_loads: node.scripts().total(),

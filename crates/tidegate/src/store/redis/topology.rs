@@ -82,6 +82,8 @@ enum Routes {
 }
 
 const START_TIMEOUT: Duration = Duration::from_secs(2);
+/// [`SLOTS`](super::slot::SLOTS), as a number of slots of a node.
+const ALL_SLOTS: u16 = 16_384;
 /// Time for which a node without slots is kept. A node that imports its first slot has none yet.
 const UNUSED_NODE_TTL: Duration = Duration::from_secs(30);
 
@@ -180,6 +182,15 @@ impl TopologyState {
         match &**self.routes.load() {
             Routes::One(node) => vec![Arc::clone(node)],
             Routes::Slots(map) => map.nodes().to_vec(),
+            Routes::Unknown(_) => Vec::new(),
+        }
+    }
+
+    /// Returns the nodes that decide, each with the number of its slots.
+    pub(super) fn primaries_with_slots(&self) -> Vec<(Arc<NodeClient>, u16)> {
+        match &**self.routes.load() {
+            Routes::One(node) => vec![(Arc::clone(node), ALL_SLOTS)],
+            Routes::Slots(map) => map.nodes_with_slots(),
             Routes::Unknown(_) => Vec::new(),
         }
     }
