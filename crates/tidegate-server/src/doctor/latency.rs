@@ -13,8 +13,8 @@ const CHECK: &str = "latency";
 /// Time limit for the probes of all nodes together. Each node gets an equal share.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// Number of attempts of the first decision.
-const FIRST_PROBES: usize = 4;
+/// Maximum number of attempts of the first decision.
+const MAX_FIRST_PROBES: usize = 4;
 
 /// Latency percentiles in microseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -81,7 +81,7 @@ pub(super) async fn check(
 /// Decides once, which is not measured. The first calls may have to load the script, which takes two
 /// more round trips.
 async fn first_probe(node: &NodeUnderTest<'_>) -> Result<(), StoreError> {
-    for _ in 1..FIRST_PROBES {
+    for _ in 1..MAX_FIRST_PROBES {
         match node.store.probe_node(node.address).await {
             Err(StoreError::Timeout(_)) => {}
             decided => return decided,

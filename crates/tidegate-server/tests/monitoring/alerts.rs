@@ -187,7 +187,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("tidegate-slow", &slowed),
         ("tidegate-full", &full),
         ("tidegate-flooded", &flooded),
-        // Its name does not tell that it is a Tidegate.
+        // A job of another name.
         ("limits", &gone),
         ("tidegate-differing", &differing[0]),
         ("tidegate-differing", &differing[1]),

@@ -66,9 +66,10 @@ fn configuration_is_readable_by_the_service_only() {
         assert!(unit.contains(&format!("\nLoadCredential=tidegate.{name}\n")), "{name}");
         std::fs::write(path(&format!("tidegate.{name}")), "secret\n").expect("written");
     }
-    let config = "auth:\n  admin_token_file: ${CREDENTIALS_DIRECTORY}/tidegate.admin-token\n  \
-                  api_token_file: ${CREDENTIALS_DIRECTORY}/tidegate.api-token\nstore:\n  \
-                  redis: redis://h\n  password_file: ${CREDENTIALS_DIRECTORY}/tidegate.redis-password\n";
+    let page = read("docs/install.md");
+    let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let mut blocks = blocks.filter(|block| block.contains("CREDENTIALS_DIRECTORY"));
+    let config = blocks.next().expect("the configuration of the page");
     let folder = system.path().to_str().expect("UTF-8");
     check_config("credentials", config, &[("CREDENTIALS_DIRECTORY", folder)]);
 }
