@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use tidegate::store::invalidation::{Cursor, Invalidations};
+use tidegate::store::redis::NodeHealth;
 use tidegate::{
     Action, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, MemoryStore,
     OnStoreFailure, RedisStore, SharedStore, Source, Store, StoreError,
@@ -266,8 +267,8 @@ impl RedisBackend {
         let nodes = self.store().nodes();
         let primaries = || nodes.iter().filter(|node| node.primary);
         let available = || primaries().filter(|node| node.connected && !node.circuit.open);
-        let slots = available().map(|node| u32::from(node.slots)).sum::<u32>();
-        let slots_unavailable_ratio = f64::from(SLOTS.saturating_sub(slots)) / f64::from(SLOTS);
+        let served = available().map(|node| f64::from(node.slots)).sum::<f64>();
+        let slots_unavailable_ratio = 1.0 - served / f64::from(NodeHealth::ALL_SLOTS);
         let is_part = slots_unavailable_ratio > 0.0 && slots_unavailable_ratio < 1.0;
         StoreHealth {
             state: match (self.is_up(), is_part) {
@@ -281,9 +282,6 @@ impl RedisBackend {
         }
     }
 }
-
-/// Number of slots of a cluster.
-const SLOTS: u32 = 16_384;
 
 impl<S: Store> InstrumentedStore<S> {
     async fn instrumented<T>(

@@ -62,8 +62,7 @@ pub(crate) struct Config {
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
     pub(crate) log_denials: Option<LogDenials>,
-    /// Hash of the file and of Envoy's rules as they are written, before variables are replaced:
-    /// secrets are in variables or in other files.
+    /// Hash of the file and of Envoy's rules as they are written, before variables are replaced.
     pub(crate) hash: String,
 }
 

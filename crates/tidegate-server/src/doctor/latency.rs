@@ -53,7 +53,8 @@ pub(super) async fn check(
 ) {
     match first_probe(node).await {
         Ok(()) => {
-            node.add(report, Finding::ok("scripts", "a decision works: the script runs and writes"))
+            let message = "a decision works: the script runs and writes";
+            node.add(report, Finding::ok("scripts", message));
         }
         Err(error) => return node.add(report, script_finding(node, &error).await),
     }

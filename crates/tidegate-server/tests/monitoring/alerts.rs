@@ -155,6 +155,32 @@ fn drop_debits(service: &Service) {
     assert!(dropped(&service.admin("/metrics").body));
 }
 
+/// Waits until each of these alerts has fired for its job, and no other for the healthy service.
+fn wait_until_firing(prometheus: &Prometheus, mut expected: BTreeSet<(&str, &str)>) {
+    let mut on_healthy = BTreeSet::new();
+    prometheus.wait_until(|prometheus| {
+        for (name, job) in prometheus.firing() {
+            let is_part = (&*name, &*job) == ("TidegateStoreDown", "tidegate-cluster");
+            assert!(!is_part, "one primary of three is no outage");
+            expected.retain(|(alert, of)| (*alert, *of) != (name.as_str(), job.as_str()));
+            if job == "tidegate-healthy" && !ABOUT_SPEED.contains(&name.as_str()) {
+                on_healthy.insert(name);
+            }
+        }
+        if expected.is_empty() { Ok(()) } else { Err(format!("{expected:?}")) }
+    });
+    assert!(on_healthy.is_empty(), "{on_healthy:?}");
+}
+
+/// Starts a cluster of which no replica takes over within the test, and a service on it.
+fn cluster_with_service() -> (Cluster, Service) {
+    let options = ["--cluster-node-timeout", "300000"];
+    let cluster = Cluster::start_with(Path::new("redis-server"), &options);
+    let urls = cluster.urls().join("', '");
+    let config = format!("store: {{redis: ['{urls}'], timeout: 1s}}\n{POLICY}");
+    (cluster, Service::start(&config))
+}
+
 /// One service per failure, all scraped by one Prometheus. The job of each is named after it.
 #[test]
 fn every_alert_fires_when_the_thing_breaks() {
@@ -172,12 +198,7 @@ fn every_alert_fires_when_the_thing_breaks() {
     let gone = Service::start(POLICY);
     let differing =
         [POLICY, "policies:\n  - {name: p, limit: 9, window: 1h}\n"].map(Service::start);
-    // No replica takes over within the test.
-    let options = ["--cluster-node-timeout", "300000"];
-    let cluster = Cluster::start_with(Path::new("redis-server"), &options);
-    let urls = cluster.urls().join("', '");
-    let partial =
-        Service::start(&format!("store: {{redis: ['{urls}'], timeout: 100ms}}\n{POLICY}"));
+    let (cluster, partial) = cluster_with_service();
     let dead = format!("http://127.0.0.1:{}", free_port());
     let upstream = format!("http://{}", healthy.http);
     let gateway = Service::gateway(POLICY, &[&upstream, &dead]);
@@ -222,7 +243,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         [Load::start(&flooded.http, "p", 50, 1), Load::start(&full.http, "p", 100, 10_000)];
     drop(gone);
     drop_debits(&outage);
-    let mut expected: BTreeSet<(&str, &str)> = BTreeSet::from([
+    let expected: BTreeSet<(&str, &str)> = BTreeSet::from([
         ("TidegateDown", "limits"),
         ("TidegateStorePartlyDown", "tidegate-cluster"),
         ("TidegateDroppedDebits", "tidegate-outage"),
@@ -243,39 +264,25 @@ fn every_alert_fires_when_the_thing_breaks() {
     for alert in alerts() {
         assert!(names.contains(&name(&alert)), "{} is not tested", name(&alert));
     }
-    let mut on_healthy = BTreeSet::new();
-    prometheus.wait_until(|prometheus| {
-        for (name, job) in prometheus.firing() {
-            let is_part = (&*name, &*job) == ("TidegateStoreDown", "tidegate-cluster");
-            assert!(!is_part, "one primary of three is no outage");
-            expected.retain(|(alert, of)| (*alert, *of) != (name.as_str(), job.as_str()));
-            if job == "tidegate-healthy" && !ABOUT_SPEED.contains(&name.as_str()) {
-                on_healthy.insert(name);
-            }
-        }
-        if expected.is_empty() { Ok(()) } else { Err(format!("{expected:?}")) }
-    });
-    assert!(on_healthy.is_empty(), "{on_healthy:?}");
+    wait_until_firing(&prometheus, expected);
     drop(blocker);
 
     // The alerts end when the cause does.
     failing.restart();
     cluster.nodes()[0].signal("CONT");
     std::fs::write(flooded.file(), config).expect("written");
+    let ended = [
+        ("TidegateStoreDown", "tidegate-outage"),
+        ("TidegateCircuitOpen", "tidegate-outage"),
+        ("TidegateConfigReloadFailing", "tidegate-flooded"),
+        ("TidegateStorePartlyDown", "tidegate-cluster"),
+    ];
     prometheus.wait_until(|prometheus| {
         let firing = prometheus.firing();
-        let ended = [
-            ("TidegateStoreDown", "tidegate-outage"),
-            ("TidegateCircuitOpen", "tidegate-outage"),
-            ("TidegateConfigReloadFailing", "tidegate-flooded"),
-            ("TidegateStorePartlyDown", "tidegate-cluster"),
-        ];
-        let left: Vec<_> = ended
-            .into_iter()
-            .filter(|(name, job)| {
-                firing.iter().any(|fired| (&*fired.0, &*fired.1) == (*name, *job))
-            })
-            .collect();
+        let fires = |(name, job): &(&str, &str)| {
+            firing.iter().any(|fired| (&*fired.0, &*fired.1) == (*name, *job))
+        };
+        let left: Vec<_> = ended.into_iter().filter(fires).collect();
         if left.is_empty() { Ok(()) } else { Err(format!("the end of {left:?}")) }
     });
 }

@@ -1,5 +1,7 @@
 //! The image, as `compose.yaml` runs it: its last stage, built by buildah from a static binary.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -103,7 +105,7 @@ fn image_runs_read_only_with_the_settings_of_compose_and_is_healthy() {
     let compose: Value = serde_saphyr::from_str(&read("deploy/compose.yaml")).expect("YAML");
     let service = &compose["services"]["tidegate"];
     assert_eq!(service["read_only"], true);
-    let ports = [free_port(), free_port(), free_port()].map(|port| format!("0.0.0.0:{port}"));
+    let ports = [free_port(), free_port(), free_port()].map(|port| format!("127.0.0.1:{port}"));
     let mut variables: Vec<(&str, &str)> = strings(&image["Env"])
         .into_iter()
         .filter_map(|variable| variable.split_once('='))
@@ -120,6 +122,8 @@ fn image_runs_read_only_with_the_settings_of_compose_and_is_healthy() {
     let secrets = tempfile::tempdir().expect("a temporary directory");
     let token = secrets.path().join("admin-token");
     std::fs::write(&token, "token\n").expect("written");
+    // As the commands of compose.yaml create it.
+    std::fs::set_permissions(&token, Permissions::from_mode(0o644)).expect("our own file");
 
     let program = strings(&image["Entrypoint"]).into_iter().chain(strings(&service["command"]));
     let process = Command::new("unshare")

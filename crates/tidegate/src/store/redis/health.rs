@@ -40,7 +40,8 @@ pub struct NodeHealth {
     pub connected: bool,
     /// Whether the node decides. Sentinels do not.
     pub primary: bool,
-    /// Number of slots of a cluster that it serves; all 16,384 outside of a cluster.
+    /// Number of slots of a cluster that it serves. Outside of a cluster it is
+    /// [`ALL_SLOTS`](Self::ALL_SLOTS), and 0 for a sentinel.
     pub slots: u16,
     /// Circuit of its decisions. While it is open, they fail at once.
     pub circuit: CircuitState,
@@ -190,6 +191,9 @@ impl RedisStore {
 const MIN_COMMAND_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl NodeHealth {
+    /// Number of slots of a cluster.
+    pub const ALL_SLOTS: u16 = 16_384;
+
     fn of(node: &NodeClient, primary: bool) -> Self {
         Self {
             address: node.address().to_string(),

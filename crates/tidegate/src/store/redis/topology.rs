@@ -18,6 +18,7 @@ use self::cluster::SlotMap;
 use self::moves::SlotMoves;
 use super::endpoint::{Address, ConnectionOptions};
 use super::error::NodeError;
+use super::health::NodeHealth;
 use super::node::{NodeClient, Role};
 use super::refresh::RefreshTrigger;
 use crate::store::StoreError;
@@ -82,8 +83,6 @@ enum Routes {
 }
 
 const START_TIMEOUT: Duration = Duration::from_secs(2);
-/// [`SLOTS`](super::slot::SLOTS), as a number of slots of a node.
-const ALL_SLOTS: u16 = 16_384;
 /// Time for which a node without slots is kept. A node that imports its first slot has none yet.
 const UNUSED_NODE_TTL: Duration = Duration::from_secs(30);
 
@@ -189,7 +188,7 @@ impl TopologyState {
     /// Returns the nodes that decide, each with the number of its slots.
     pub(super) fn primaries_with_slots(&self) -> Vec<(Arc<NodeClient>, u16)> {
         match &**self.routes.load() {
-            Routes::One(node) => vec![(Arc::clone(node), ALL_SLOTS)],
+            Routes::One(node) => vec![(Arc::clone(node), NodeHealth::ALL_SLOTS)],
             Routes::Slots(map) => map.nodes_with_slots(),
             Routes::Unknown(_) => Vec::new(),
         }
