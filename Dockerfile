@@ -6,7 +6,7 @@ ARG RUST_VERSION=1.95
 # Alpine's target is musl, so the binary is static.
 FROM rust:${RUST_VERSION}-alpine AS build
 # hadolint ignore=DL3018
-RUN apk add --no-cache build-base
+RUN apk add --no-cache build-base ca-certificates
 WORKDIR /src
 COPY Cargo.toml Cargo.lock ./
 COPY crates crates
@@ -15,8 +15,9 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
     cargo build --release --locked -p tidegate-server \
     && cp target/release/tidegate /tidegate
 
-# It has the certificates of public CAs and the user nonroot, but no shell.
-FROM gcr.io/distroless/static-debian12:nonroot
+# Nothing but the binary and the certificates of public CAs.
+FROM scratch
+COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
 COPY --from=build /tidegate /usr/bin/tidegate
 # The admin listener stays on loopback: set TIDEGATE_LISTEN_ADMIN and TIDEGATE_ADMIN_TOKEN_FILE to
 # scrape metrics from other hosts.

@@ -8,7 +8,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
-	accuracy docs mdbook dashboard dashboard-check share release deb cargo-deb test-deb
+	accuracy docs mdbook dashboard dashboard-check share release deb cargo-deb test-deb test-image
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -236,7 +236,7 @@ release: ## Build the static binary and its archive, as `cargo binstall` downloa
 	rm -rf target/$(RELEASE_NAME)
 	mkdir -p target/$(RELEASE_NAME)
 	cp -r $(TIDEGATE) target/share README.md LICENSE-MIT LICENSE-APACHE \
-		crates/tidegate-server/sample.yaml deploy/systemd/tidegate.service target/$(RELEASE_NAME)
+		crates/tidegate-server/sample.yaml deploy/systemd target/$(RELEASE_NAME)
 	tar -C target -czf target/$(RELEASE_NAME).tar.gz $(RELEASE_NAME)
 	@ls -l target/$(RELEASE_NAME).tar.gz
 
@@ -247,6 +247,15 @@ share: ## Write manual pages and completions of TIDEGATE=… to target/share
 	$(TIDEGATE) completions bash > target/share/tidegate.bash
 	$(TIDEGATE) completions zsh > target/share/_tidegate
 	$(TIDEGATE) completions fish > target/share/tidegate.fish
+
+# The last stage only, with a debug binary: registries of images are not needed.
+STATIC_BINARY = $(abspath $(or $(CARGO_TARGET_DIR),target)/$(RELEASE_TARGET)/debug/tidegate)
+test-image: ## Build the image with buildah, run it read-only, and ask for its health; needs root
+	@command -v buildah >/dev/null || { $(SUDO) apt-get update -q && $(APT) buildah; }
+	RUSTFLAGS='-C target-feature=+crt-static' cargo build --locked -p tidegate-server \
+		--target $(RELEASE_TARGET)
+	STATIC_BINARY=$(STATIC_BINARY) cargo test --workspace --locked --test packaging -- \
+		--ignored image_runs
 
 test-deb: cargo-deb ## Build a Debian package of a debug binary, and check its contents
 	cargo test --workspace --locked --test packaging -- --ignored debian_package

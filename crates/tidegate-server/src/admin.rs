@@ -94,6 +94,7 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
 async fn all_metrics(State(admin): State<Admin>) -> Response {
     let mut text = admin.state.metrics.text(&admin.state.backend);
     admin.state.reloads.write_metrics(&mut text);
+    metrics::write_config_info(&mut text, &admin.state.active_guard().hash);
     admin.live.write_metrics(&mut text);
     if let Some(gateway) = admin.state.gateway() {
         gateway.write_metrics(&mut text);

@@ -4,7 +4,9 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use tidegate::store::invalidation::{Cursor, Invalidations};
+use tidegate::store::redis::NodeHealth;
 use tidegate::{
     Action, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, MemoryStore,
     OnStoreFailure, RedisStore, SharedStore, Source, Store, StoreError,
@@ -35,6 +37,25 @@ pub(crate) struct MemoryBackend {
 pub(crate) struct RedisBackend {
     fallback: Fallback<CachedRedis>,
     timeout: Duration,
+}
+
+/// Availability of Redis to this process.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct StoreHealth {
+    pub(crate) state: StoreState,
+    primaries: usize,
+    pub(crate) primaries_unavailable: usize,
+    /// Part of the slots of a cluster whose keys cannot be decided. Without a cluster it is 0 or 1.
+    pub(crate) slots_unavailable_ratio: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum StoreState {
+    Up,
+    /// Some slots of a cluster are unavailable.
+    PartlyDown,
+    Down,
 }
 
 type CachedRedis = DenyCache<InstrumentedStore<RedisStore>>;
@@ -239,6 +260,26 @@ impl RedisBackend {
         deciding.peek().is_some()
             && deciding.all(|node| node.connected && !node.circuit.open)
             && !self.fallback().stats().falling_back
+    }
+
+    /// Returns which part of Redis is available.
+    pub(crate) fn health(&self) -> StoreHealth {
+        let nodes = self.store().nodes();
+        let primaries = || nodes.iter().filter(|node| node.primary);
+        let available = || primaries().filter(|node| node.connected && !node.circuit.open);
+        let served = available().map(|node| f64::from(node.slots)).sum::<f64>();
+        let slots_unavailable_ratio = 1.0 - served / f64::from(NodeHealth::ALL_SLOTS);
+        let is_part = slots_unavailable_ratio > 0.0 && slots_unavailable_ratio < 1.0;
+        StoreHealth {
+            state: match (self.is_up(), is_part) {
+                (true, _) => StoreState::Up,
+                (false, true) => StoreState::PartlyDown,
+                (false, false) => StoreState::Down,
+            },
+            primaries: primaries().count(),
+            primaries_unavailable: primaries().count() - available().count(),
+            slots_unavailable_ratio,
+        }
     }
 }
 

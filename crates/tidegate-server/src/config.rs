@@ -12,6 +12,7 @@ use tidegate::internals::{Bounded, Document, Ratio, RawPolicy};
 use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, Quota};
 
 use crate::envoy::rules::{Limit, Rule, Rules};
+use crate::key_hash;
 use crate::tls::{self, ListenerTls};
 
 mod auth;
@@ -61,6 +62,8 @@ pub(crate) struct Config {
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
     pub(crate) log_denials: Option<LogDenials>,
+    /// Hash of the file and of Envoy's rules as they are written, before variables are replaced.
+    pub(crate) hash: String,
 }
 
 /// Sampling of the log lines of denied requests.
@@ -189,7 +192,7 @@ impl Config {
     fn parse_in(folder: &Path, name: &str, text: &str) -> Result<Self, ConfigError> {
         let document = Document::new(name, text).with_redaction(&redaction::NAMES);
         let raw: raw::RawConfig = document.parse()?;
-        validate(folder, &document, raw)
+        validate(folder, &document, text, raw)
     }
 
     pub(crate) fn log_warnings(&self) {
@@ -207,6 +210,7 @@ impl Config {
 fn validate(
     folder: &Path,
     document: &Document<'_>,
+    text: &str,
     raw: raw::RawConfig,
 ) -> Result<Config, ConfigError> {
     let mut token_files = Vec::new();
@@ -248,6 +252,7 @@ fn validate(
             ratio: raw.ratio.map_or(1.0, Ratio::get),
             max_per_second: raw.max_per_second.map_or(DEFAULT_DENIALS_PER_SECOND, Bounded::get),
         }),
+        hash: key_hash::of(&[text, &rule_files.texts].concat()),
     })
 }
 
@@ -309,6 +314,7 @@ fn envoy(
             let text = std::fs::read_to_string(file).map_err(|error| {
                 document.error_at(field, &format!("{name}: cannot be read: {error}"))
             })?;
+            files.texts.push_str(&text);
             texts.push((name, text));
         }
     }

@@ -139,7 +139,8 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
             Ok(_) => Info::default(),
             Err(error) => {
                 report.node(address, Role::Primary);
-                report.add(connection_finding(&error).on(address));
+                let finding = connection_finding(&error, options.prefix, topology);
+                report.add(finding.on(address));
                 continue;
             }
         };
@@ -162,8 +163,11 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
         version::check(&node_under_test, &mut report);
         node_under_test.check_config_command(&mut report);
         acl::check(&node_under_test, options.prefix, &mut report).await;
-        if topology != Topology::Cluster {
-            routing::check(&node_under_test, options.prefix, &mut report).await;
+        match topology {
+            Topology::Cluster => cluster::check_migration(&node_under_test, &mut report).await,
+            Topology::Single | Topology::Sentinel => {
+                routing::check(&node_under_test, options.prefix, &mut report).await;
+            }
         }
         memory::check(&node_under_test, &mut report).await;
         replicas::check(&node_under_test, options, &mut clocks, &mut report).await;
@@ -187,20 +191,11 @@ async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool
     !matches!(slots, Ok(Reply::Error(error)) if info::is_absent_command(&error))
 }
 
-/// Returns a report with advice if connecting failed for a known reason.
-pub(crate) fn failed_connection(
-    error: &StoreError,
-    prefix: &str,
-    topology: Topology,
-) -> Option<Report> {
-    let permission = acl::missing_connect_permission(&error.to_string(), prefix, topology);
-    permission.or_else(|| connection::finding(error)).map(Report::from)
-}
-
-/// Returns the finding of a node that cannot be reached.
-pub(crate) fn connection_finding(error: &StoreError) -> Finding {
-    let unknown = || Finding::error(connection::CHECK, error.to_string());
-    connection::finding(error).unwrap_or_else(unknown)
+/// Returns the finding of a node that cannot be reached, with advice if the cause is known.
+pub(crate) fn connection_finding(error: &StoreError, prefix: &str, topology: Topology) -> Finding {
+    acl::missing_at_connect(&error.to_string(), prefix, topology)
+        .or_else(|| connection::finding(error))
+        .unwrap_or_else(|| Finding::error(connection::CHECK, error.to_string()))
 }
 
 /// Checks the number of instances that a service assumes when it starts during an outage.

@@ -382,6 +382,13 @@ pub(crate) fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64
     }
 }
 
+/// Writes the hash of the active configuration.
+pub(crate) fn write_config_info(text: &mut String, hash: &str) {
+    let name = "tidegate_config_info";
+    head(text, name, "gauge", "Hash of the active configuration.");
+    let _ = writeln!(text, "{name}{{hash=\"{hash}\"}} 1");
+}
+
 /// Writes the metrics of the counts in this process.
 fn write_memory(text: &mut String, memory: &MemoryStore) {
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);

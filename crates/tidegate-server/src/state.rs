@@ -48,6 +48,7 @@ pub(crate) struct ActiveConfig {
     pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
+    pub(crate) hash: String,
 }
 
 impl ServerState {
@@ -151,6 +152,7 @@ impl ActiveConfig {
             partition_keys: config.partition_keys,
             api_token: config.api_token,
             admin_token: config.admin_token,
+            hash: config.hash,
         }
     }
 

@@ -1,7 +1,7 @@
 // The state of the server in plain words: what an engineer on call must know first.
 
 import * as format from './format.js';
-import type {Sample, Status} from './types.js';
+import type {Sample, Status, StoreState} from './types.js';
 
 export type Severity = 'bad' | 'warn' | 'note' | 'ok';
 
@@ -61,7 +61,10 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
   const error = failing.map(({last_error}) => last_error).find((text) => text !== null);
   const why = error ? ` Last error: ${format.shortened(format.visible(error), 200)}` : '';
   const nodes = `${failing.length} of ${format.plural(store.nodes.length, 'node')}`;
-  if (!store.up) {
+  const part = lostPart(store);
+  if (part !== null) {
+    add('store partly down', 'bad', 'Store partly down', `${part} unavailable.${why}`);
+  } else if (!store.up) {
     add('store down', 'bad', 'Store down',
       store.nodes.length > 0 ? `Redis does not answer: ${nodes}.${why}` : 'It does not answer.');
   } else if (failing.length > 0) {
@@ -73,8 +76,10 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
     const length = since === null ? '' : ` for ${format.age(nowMs - since)}`;
     const {instances} = fallback;
     const share = instances > 1 ? `, with 1/${instances} of each limit` : '';
+    const decides = part === null ? 'This instance decides alone'
+      : 'This instance decides the keys of these slots alone';
     add('fallback active', 'bad', 'Fallback active',
-      `This instance decides alone${length}${share}. `
+      `${decides}${length}${share}. `
       + `${format.plural(fallback.pending_debit_units, 'unit')} to charge to Redis afterwards.`);
   } else if (fallback && fallback.pending_debit_units > 0) {
     add('settling debits', 'warn', 'Settling',
@@ -85,6 +90,14 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
     add('memory nearly full', 'warn', 'Memory nearly full',
       `${format.count(memory.keys)} of ${format.plural(memory.max_keys, 'key')}.`);
   }
+}
+
+/** The primaries and slots of a cluster that are lost; null if all of them are, or none. */
+export function lostPart({health}: StoreState): string | null {
+  if (health?.state !== 'partly-down') return null;
+  const slots = Math.max(1, Math.round(health.slots_unavailable_ratio * 100));
+  return `${health.primaries_unavailable} of ${format.plural(health.primaries, 'primary',
+    'primaries')}, with ${slots} % of the slots,`;
 }
 
 function addReload({reload}: Status, nowMs: number, add: Add): void {

@@ -1,6 +1,7 @@
 // Store: its nodes, the fallback, and the debits of the last outage.
 
 import {Cards, el, foreign, setText, show, Rows} from './dom.js';
+import {lostPart} from './findings.js';
 import * as format from './format.js';
 import type {Status, StoreNode, Upstream} from './types.js';
 
@@ -46,7 +47,9 @@ export class Store {
     const {fallback, memory} = store;
     const facts: [name: string, value: string, style?: string | undefined][] = [];
     facts.push(['kind', store.kind === 'redis' ? 'Redis' : 'memory of this process']);
-    facts.push(['state', store.up ? 'up' : 'down', store.up ? 'ok' : 'bad']);
+    const part = lostPart(store);
+    const down = part === null ? 'down' : `partly down: ${part} unavailable`;
+    facts.push(['state', store.up ? 'up' : down, store.up ? 'ok' : 'bad']);
     if (fallback) {
       const since = fallback.since_ms === null
         ? '' : ` for ${format.age(nowMs - fallback.since_ms)}`;

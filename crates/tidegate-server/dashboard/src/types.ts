@@ -27,9 +27,18 @@ export interface Fallback {
   pending_debit_units: number;
 }
 
+export interface StoreHealth {
+  state: 'up' | 'partly-down' | 'down';
+  primaries: number;
+  primaries_unavailable: number;
+  /** Part of the slots of a cluster whose keys Redis cannot decide. */
+  slots_unavailable_ratio: number;
+}
+
 export interface StoreState {
   kind: 'memory' | 'redis';
   up: boolean;
+  health?: StoreHealth | null;
   nodes: StoreNode[];
   fallback: Fallback | null;
   memory: {keys: number; max_keys: number | null} | null;

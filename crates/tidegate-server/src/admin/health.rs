@@ -12,7 +12,7 @@ use tidegate::store::redis::NodeHealth;
 
 use super::Admin;
 use crate::api::problem::Problem;
-use crate::backend::RedisBackend;
+use crate::backend::{RedisBackend, StoreHealth, StoreState};
 use crate::gateway::UpstreamHealth;
 
 /// Requirements of a readiness probe besides a running process. Other parameters are ignored: some
@@ -27,7 +27,7 @@ pub(super) struct ReadyzQuery {
 enum Requirement {
     /// At least one upstream of the gateway is not ejected.
     Upstreams,
-    /// The store is available.
+    /// The store is available, or a part of it.
     Store,
 }
 
@@ -45,6 +45,8 @@ pub(super) async fn readyz(
         ready: bool,
         store: &'static str,
         store_up: bool,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        store_health: Option<StoreHealth>,
         #[serde(flatten)]
         redis: Option<RedisDetail>,
         #[serde(flatten)]
@@ -53,11 +55,13 @@ pub(super) async fn readyz(
     let Query(ReadyzQuery { require }) =
         query.map_err(|error| Problem::bad_request(error.to_string()))?;
     let redis = admin.state.backend.redis();
-    let store_up = redis.is_none_or(RedisBackend::is_up);
+    let store_health = redis.map(RedisBackend::health);
+    let state = store_health.map_or(StoreState::Up, |health| health.state);
     let upstreams = admin.state.gateway().map(|gateway| gateway.health());
     let is_satisfied = match require {
         None => true,
-        Some(Requirement::Store) => store_up,
+        // If one primary of a cluster is lost, all instances would leave the load balancer at once.
+        Some(Requirement::Store) => state != StoreState::Down,
         Some(Requirement::Upstreams) => upstreams
             .as_ref()
             .ok_or_else(|| Problem::bad_request("only tidegate gateway has upstreams"))?
@@ -70,7 +74,8 @@ pub(super) async fn readyz(
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
-        store_up,
+        store_up: state == StoreState::Up,
+        store_health,
         redis: redis.filter(|_| is_authorized).map(RedisDetail::new),
         upstreams: upstreams.map(|upstreams| UpstreamsDetail {
             upstreams_up: upstreams.iter().filter(|upstream| upstream.up).count(),

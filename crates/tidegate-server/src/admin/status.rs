@@ -12,7 +12,7 @@ use tidegate::store::redis::NodeHealth;
 
 use super::Admin;
 use super::sampler::Percentiles;
-use crate::backend::{Backend, RedisBackend};
+use crate::backend::{Backend, RedisBackend, StoreHealth};
 use crate::duration::{millis, unix_millis};
 use crate::gateway::UpstreamHealth;
 use crate::reload::ReloadError;
@@ -45,6 +45,8 @@ pub(super) struct StatusParts {
 struct StoreStatus {
     kind: &'static str,
     up: bool,
+    /// Availability of Redis; null for memory.
+    health: Option<StoreHealth>,
     nodes: Vec<NodeStatus>,
     fallback: Option<FallbackStatus>,
     memory: MemoryStatus,
@@ -56,6 +58,8 @@ struct NodeStatus {
     address: String,
     /// Whether the node decides. Sentinels do not.
     primary: bool,
+    /// Number of slots of a cluster that it serves.
+    slots: u16,
     connected: bool,
     circuit: &'static str,
     last_error: Option<String>,
@@ -88,6 +92,8 @@ struct ReloadStatus {
     error: Option<ReloadError>,
     config_loaded_at_ms: u64,
     config_file: Option<String>,
+    /// Hash of the active configuration, which is equal on instances with equal files.
+    config_hash: String,
 }
 
 impl Status {
@@ -124,6 +130,7 @@ impl StoreStatus {
             return Self {
                 kind: "memory",
                 up: true,
+                health: None,
                 nodes: Vec::new(),
                 fallback: None,
                 memory,
@@ -134,6 +141,7 @@ impl StoreStatus {
             latency_ms: node_latency.get(&node.address).copied(),
             address: node.address,
             primary: node.primary,
+            slots: node.slots,
             connected: node.connected,
             circuit: circuit_name(&node.circuit),
             last_error: node.last_error,
@@ -142,6 +150,7 @@ impl StoreStatus {
         Self {
             kind: "redis",
             up: redis.is_up(),
+            health: Some(redis.health()),
             nodes: redis.store().nodes().into_iter().map(node).collect(),
             fallback: Some(FallbackStatus::new(redis)),
             memory,
@@ -174,6 +183,7 @@ impl ReloadStatus {
             error: last.error,
             config_loaded_at_ms: unix_millis(last.loaded_at),
             config_file: last.file.map(|file| file.display().to_string()),
+            config_hash: state.active().hash.clone(),
         }
     }
 }

@@ -110,12 +110,8 @@ impl DoctorCommand {
         let store = match redis.builder().connect().await {
             Ok(store) => store,
             Err(error) => {
-                return match doctor::failed_connection(&error, redis.prefix(), redis.topology()) {
-                    Some(report) => Ok(report),
-                    // JSON output reports the error as a finding; text output as one line.
-                    None if self.json => Ok(Report::from(doctor::connection_finding(&error))),
-                    None => Err(error.into()),
-                };
+                let finding = doctor::connection_finding(&error, redis.prefix(), redis.topology());
+                return Ok(Report::from(finding));
             }
         };
         let options = CheckOptions {

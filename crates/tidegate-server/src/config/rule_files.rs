@@ -19,6 +19,8 @@ pub(super) struct RuleFiles {
     /// Folders whose names were read: a file that is added to one of them may belong to the rules.
     pub(super) folders: BTreeSet<PathBuf>,
     pub(super) warnings: Vec<ConfigWarning>,
+    /// Contents of the files, one after the other.
+    pub(super) texts: String,
 }
 
 impl RuleFiles {

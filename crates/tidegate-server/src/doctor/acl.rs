@@ -35,12 +35,16 @@ const SCRIPT_COMMANDS: [(&str, &[&str]); 18] = [
     ("UNLINK", &[]),
     ("SET", &["", "PX", "1", "XX"]),
 ];
+const SCRIPT_LOAD: &str = "script|load";
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
 pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
-    let missing = missing_permissions(node, prefix).await;
-    if let Some(finding) = missing.absent_finding() {
-        node.add(report, finding);
+    let mut missing = missing_permissions(node, prefix).await;
+    if let Some(note) = missing.note.take() {
+        node.add(report, note);
+    }
+    if !missing.absent.is_empty() {
+        node.add(report, absent_finding(&missing.absent.join(", ")));
     }
     if !missing.permissions.is_empty() {
         let permissions = missing.permissions.join(", ");
@@ -67,8 +71,8 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut R
 /// Checks the user on a replica, which becomes the primary after a failover.
 pub(super) async fn check_replica(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
     let missing = missing_permissions(node, prefix).await;
-    if let Some(finding) = missing.absent_finding() {
-        node.add(report, finding);
+    if !missing.absent.is_empty() {
+        node.add(report, absent_finding(&missing.absent.join(", ")));
     }
     if !missing.permissions.is_empty() {
         let message = format!(
@@ -92,14 +96,21 @@ pub(super) fn unknown_user(prefix: &str, topology: Topology) -> Finding {
     Finding::warning(CHECK, message).advice(advice)
 }
 
-/// Returns a finding if the error is a missing permission while connecting.
-pub(super) fn missing_connect_permission(
-    error: &str,
-    prefix: &str,
-    topology: Topology,
-) -> Option<Finding> {
-    let command = error.split_once("NOPERM")?.1.split('\'').nth(1)?;
-    Some(missing_finding(command, prefix, topology))
+/// Returns a finding if connecting failed because a permission or a command is missing.
+pub(super) fn missing_at_connect(error: &str, prefix: &str, topology: Topology) -> Option<Finding> {
+    let quoted = |text: &str| Some(text.split('\'').nth(1)?.to_lowercase());
+    if let Some((_, reason)) = error.split_once("NOPERM") {
+        return Some(missing_finding(&quoted(reason)?, prefix, topology));
+    }
+    let (_, reason) = error.split_once("ERR unknown command")?;
+    Some(absent_finding(&quoted(reason)?))
+}
+
+fn absent_finding(absent: &str) -> Finding {
+    let message = format!("this server lacks commands that decisions need: {absent}");
+    let advice = "they were renamed or disabled (rename-command), or the service or the proxy does \
+                  not offer them: docs/redis.md lists services";
+    Finding::error("commands", message).advice(advice)
 }
 
 fn missing_finding(missing: &str, prefix: &str, topology: Topology) -> Finding {
@@ -135,6 +146,8 @@ struct Missing<'a> {
     permissions: Vec<String>,
     /// Commands that the server does not have.
     absent: Vec<String>,
+    /// Command that is missing, but can be replaced.
+    note: Option<Finding>,
 }
 
 impl Missing<'_> {
@@ -153,15 +166,20 @@ impl Missing<'_> {
         }
     }
 
-    fn absent_finding(&self) -> Option<Finding> {
-        if self.absent.is_empty() {
-            return None;
+    /// Makes a note of SCRIPT LOAD, because EVAL works: by it the store sends the text of its
+    /// scripts, which Redis then keeps.
+    fn excuse_load(&mut self) {
+        for (list, check, reason) in [
+            (&mut self.absent, "commands", "this server lacks"),
+            (&mut self.permissions, CHECK, "this user may not run"),
+        ] {
+            if let Some(index) = list.iter().position(|name| name == SCRIPT_LOAD) {
+                list.remove(index);
+                let message =
+                    format!("{reason} {SCRIPT_LOAD}: the text of scripts is sent by EVAL instead");
+                self.note = Some(Finding::note(check, message));
+            }
         }
-        let message =
-            format!("this server lacks commands that decisions need: {}", self.absent.join(", "));
-        let advice = "they were renamed or disabled (rename-command), or the service or the proxy \
-                      does not offer them: docs/redis.md lists services";
-        Some(Finding::error("commands", message).advice(advice))
     }
 }
 
@@ -169,11 +187,11 @@ impl Missing<'_> {
 async fn missing_permissions<'a>(node: &NodeUnderTest<'_>, prefix: &'a str) -> Missing<'a> {
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = format!("{prefix}:{{%doctor}}");
-    let mut missing = Missing { prefix, permissions: Vec::new(), absent: Vec::new() };
+    let mut missing = Missing { prefix, permissions: Vec::new(), absent: Vec::new(), note: None };
     let mut commands: Vec<(&str, Vec<&str>)> = vec![
         ("time", vec!["TIME"]),
         ("evalsha", vec!["EVALSHA", NO_SUCH_SCRIPT, "1", &key]),
-        ("script|load", vec!["SCRIPT", "LOAD", "return 1"]),
+        (SCRIPT_LOAD, vec!["SCRIPT", "LOAD", "return 1"]),
     ];
     match node.topology {
         Topology::Single => {}
@@ -214,6 +232,10 @@ async fn missing_permissions<'a>(node: &NodeUnderTest<'_>, prefix: &'a str) -> M
         for ((command, _), reply) in script_commands.iter().zip(&replies) {
             missing.record(&command.to_lowercase(), reply);
         }
+    }
+    let eval = node.store.ask_node(node.address, &["EVAL", "return 1", "0"]).await;
+    if matches!(eval, Ok(Reply::Integer(1))) {
+        missing.excuse_load();
     }
     missing
 }

@@ -59,6 +59,44 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
     }
 }
 
+/// Checks whether slots of a node are migrating, as after a resharding that was interrupted.
+pub(super) async fn check_migration(node: &NodeUnderTest<'_>, report: &mut Report) {
+    const CHECK: &str = "migration";
+    let Ok(Reply::Text(nodes)) = node.store.ask_node(node.address, &["CLUSTER", "NODES"]).await
+    else {
+        return node.add_unknown(report, CHECK, "CLUSTER NODES");
+    };
+    let (migrating, importing) = open_slots(&nodes);
+    let lists =
+        [(migrating, "migrating to another node"), (importing, "being imported from another node")];
+    let mut is_calm = true;
+    for (slots, state) in lists.iter().filter(|(slots, _)| !slots.is_empty()) {
+        is_calm = false;
+        let (noun, verb) = if slots.len() == 1 { ("slot", "is") } else { ("slots", "are") };
+        let message = format!(
+            "{noun} {} {verb} {state}: requests for their keys take further round trips",
+            slots.join(", ")
+        );
+        let advice = format!(
+            "if no resharding is running, one was interrupted: redis-cli --cluster fix {} ends it",
+            node.address
+        );
+        node.add(report, Finding::warning(CHECK, message).advice(advice));
+    }
+    if is_calm {
+        node.add(report, Finding::ok(CHECK, "no slot is migrating"));
+    }
+}
+
+/// Returns the slots that the asked node is migrating and importing, by a reply of CLUSTER NODES.
+/// Its own line ends with entries such as `[77->-id]` and `[93-<-id]`.
+fn open_slots(nodes: &str) -> (Vec<&str>, Vec<&str>) {
+    let own = nodes.lines().find(|line| line.contains("myself")).unwrap_or_default();
+    let entries = || own.split(' ').filter_map(|word| word.strip_prefix('['));
+    let marked = |mark| entries().filter_map(|entry| Some(entry.split_once(mark)?.0)).collect();
+    (marked("->-"), marked("-<-"))
+}
+
 /// Returns the replicas of a primary by a reply of CLUSTER SLOTS.
 pub(super) fn replicas_of(primary: &str, reply: &Reply) -> Vec<String> {
     let Reply::List(ranges) = reply else { return Vec::new() };
@@ -120,6 +158,15 @@ mod tests {
         ]);
         assert_eq!(replicas_of("10.0.0.1:1", &reply), ["10.0.0.1:3", "[::1]:2"]);
         assert_eq!(replicas_of("10.0.0.9:1", &reply), Vec::<String>::new());
+    }
+
+    #[test]
+    fn open_slots_are_those_of_the_asked_node() {
+        let nodes = "07c3 127.0.0.1:1@2 master - 0 1 2 connected 10-20\n\
+                     e7d1 127.0.0.1:3@4 myself,master - 0 0 1 connected 0-9 [7->-07c3] [8-<-07c3] \
+                     [9->-07c3]\n";
+        assert_eq!(open_slots(nodes), (vec!["7", "9"], vec!["8"]));
+        assert_eq!(open_slots(""), (Vec::new(), Vec::new()));
     }
 
     #[test]

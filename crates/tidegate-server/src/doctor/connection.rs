@@ -7,7 +7,11 @@ use super::Finding;
 pub(super) const CHECK: &str = "connection";
 
 /// Part of an error, and the advice for it.
-const ADVICE: [(&str, &str); 9] = [
+const ADVICE: [(&str, &str); 10] = [
+    (
+        "Connection refused",
+        "start Redis, or correct the host and the port: nothing accepts connections there",
+    ),
     (
         "WRONGPASS",
         "compare the user and the password with ACL LIST on the server: the password is that of \
@@ -65,6 +69,6 @@ mod tests {
         assert_eq!(given, "use redis://, or that");
         let (_, given) = advice("h:1: received fatal alert: CertificateRequired").expect("known");
         assert_eq!(given, CLIENT_CERTIFICATE);
-        assert_eq!(advice("h:1: Connection refused (os error 111)"), None);
+        assert_eq!(advice("h:1: No route to host (os error 113)"), None);
     }
 }

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use tidegate::StoreError;
 
 use super::{CheckOptions, Finding, NodeUnderTest, Report};
 use crate::duration;
@@ -11,6 +12,9 @@ use crate::duration;
 const CHECK: &str = "latency";
 /// Time limit for the probes of all nodes together. Each node gets an equal share.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// Maximum number of attempts of the first decision.
+const MAX_FIRST_PROBES: usize = 4;
 
 /// Latency percentiles in microseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -47,16 +51,12 @@ pub(super) async fn check(
     nodes: usize,
     report: &mut Report,
 ) {
-    // The first probe may have to load the script, so it is not measured.
-    match node.store.probe_node(node.address).await {
-        Ok(()) => node.add(
-            report,
-            Finding::ok("scripts", "a decision works: the script loads, runs and writes"),
-        ),
-        Err(error) => {
-            let finding = Finding::error("scripts", format!("a decision does not work: {error}"));
-            return node.add(report, finding);
+    match first_probe(node).await {
+        Ok(()) => {
+            let message = "a decision works: the script runs and writes";
+            node.add(report, Finding::ok("scripts", message));
         }
+        Err(error) => return node.add(report, script_finding(node, &error).await),
     }
     let nodes = u32::try_from(nodes.max(1)).unwrap_or(u32::MAX);
     let deadline = Instant::now() + PROBE_TIMEOUT / nodes;
@@ -77,6 +77,39 @@ pub(super) async fn check(
     let mut all = report.latency_us.take().map_or_else(Vec::new, |latency| latency.sorted);
     all.extend(latency.map_or_else(Vec::new, |latency| latency.sorted));
     report.latency_us = Percentiles::new(all);
+}
+
+/// Decides once, which is not measured. The first calls may have to load the script, which takes two
+/// more round trips.
+async fn first_probe(node: &NodeUnderTest<'_>) -> Result<(), StoreError> {
+    for _ in 1..MAX_FIRST_PROBES {
+        match node.store.probe_node(node.address).await {
+            Err(StoreError::Timeout(_)) => {}
+            decided => return decided,
+        }
+    }
+    node.store.probe_node(node.address).await
+}
+
+/// Returns the finding of a decision that does not work.
+async fn script_finding(node: &NodeUnderTest<'_>, error: &StoreError) -> Finding {
+    let message = format!("a decision does not work: {error}");
+    if !matches!(error, StoreError::Timeout(_)) {
+        return Finding::error("scripts", message);
+    }
+    // A plain command has a longer timeout.
+    let sent = Instant::now();
+    let reply = node.store.ask_node(node.address, &["TIME"]).await;
+    let message = match reply {
+        Ok(_) => {
+            let round_trip = readable(duration::micros(sent.elapsed()));
+            format!("{message}, and a round trip takes {round_trip}")
+        }
+        Err(_) => message,
+    };
+    let advice = "move Redis closer, raise store.timeout to several round trips, or check for slow \
+                  commands (SLOWLOG GET)";
+    Finding::error("scripts", message).advice(advice)
 }
 
 /// Compares the measured latency with the timeout of decisions.

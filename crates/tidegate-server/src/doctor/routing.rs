@@ -74,9 +74,12 @@ impl Found {
     /// Counts the replies of EVALSHA after that of SCRIPT LOAD.
     fn of(replies: &[Reply]) -> Self {
         let mut found = Self::default();
+        let is_loaded = !matches!(replies.first(), Some(Reply::Error(_)));
         for reply in replies.iter().skip(1) {
             match reply {
-                Reply::Error(error) if error.starts_with("NOSCRIPT") => found.without_script += 1,
+                Reply::Error(error) if is_loaded && error.starts_with("NOSCRIPT") => {
+                    found.without_script += 1;
+                }
                 Reply::List(values) => match values.as_slice() {
                     [Reply::Nil, _] => found.missing += 1,
                     [_, Reply::Nil] => found.separated += 1,

@@ -13,7 +13,7 @@ use crate::backend::RedisBackend;
 pub(super) fn write(text: &mut String, redis: &RedisBackend) {
     let nodes = redis.store().nodes();
     let fallback = redis.fallback().stats();
-    let store = redis.store();
+    let (store, health) = (redis.store(), redis.health());
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
     let numbers = [
         (
@@ -21,6 +21,12 @@ pub(super) fn write(text: &mut String, redis: &RedisBackend) {
             "gauge",
             "Nodes with an open circuit.",
             count(nodes.iter().filter(|node| node.circuit.open).count()),
+        ),
+        (
+            "tidegate_store_primaries_unavailable",
+            "gauge",
+            "Primaries of Redis that this process cannot use.",
+            count(health.primaries_unavailable),
         ),
         (
             "tidegate_store_breaker_opened_total",
@@ -78,6 +84,9 @@ pub(super) fn write(text: &mut String, redis: &RedisBackend) {
         ),
     ];
     write_numbers(text, &numbers);
+    let name = "tidegate_store_slots_unavailable_ratio";
+    head(text, name, "gauge", "Part of the slots of Redis whose keys cannot be decided there.");
+    let _ = writeln!(text, "{name} {}", health.slots_unavailable_ratio);
     let name = "tidegate_redis_node_breaker_open";
     head(
         text,

@@ -28,11 +28,21 @@ pub(super) struct Status {
 pub(super) struct Store {
     pub(super) kind: String,
     pub(super) up: bool,
+    pub(super) health: Option<StoreHealth>,
     #[serde(deserialize_with = "or_default")]
     pub(super) nodes: Vec<Node>,
     pub(super) fallback: Option<Fallback>,
     pub(super) memory: Option<Memory>,
     pub(super) deny_cache_entries: Option<u64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct StoreHealth {
+    pub(super) state: String,
+    pub(super) primaries: u64,
+    pub(super) primaries_unavailable: u64,
+    pub(super) slots_unavailable_ratio: f64,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -88,8 +88,18 @@ fn title(view: &View, columns: usize) -> Line {
 
 fn store(view: &View, columns: usize) -> Line {
     let store = &view.status.store;
-    let state = if store.up { (style::ALLOWED, "up") } else { (style::ERROR, "DOWN") };
-    let mut items = vec![(state.0, format!("{} {}", store.kind, state.1))];
+    let part = store.health.as_ref().filter(|health| health.state == "partly-down");
+    let (state_style, state) = match (store.up, part) {
+        (true, _) => (style::ALLOWED, "up".to_owned()),
+        (false, None) => (style::ERROR, "DOWN".to_owned()),
+        (false, Some(health)) => {
+            let percent = 100.0 * health.slots_unavailable_ratio;
+            let (down, all) = (health.primaries_unavailable, health.primaries);
+            let state = format!("PARTLY DOWN: {down} of {all} primaries, {percent:.0} % of slots");
+            (style::ERROR, state)
+        }
+    };
+    let mut items = vec![(state_style, format!("{} {state}", store.kind))];
     if let Some(fallback) = &store.fallback {
         let since = fallback.since_ms.map(|since| view.now_ms().saturating_sub(since));
         items.push(match (fallback.active, since) {

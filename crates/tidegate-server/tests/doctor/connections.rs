@@ -64,6 +64,12 @@ fn each_cause_of_a_failed_connection_has_its_own_advice() {
         ),
         (open.config("", &format!("ca: {other}")), "UnknownIssuer", "store.tls.ca"),
         (open.config("", &format!("ca: {ca}")), "not valid for name", "store.tls.server_name"),
+        // The port of a TLS server that is down.
+        (
+            format!("store: {{redis: 'rediss://127.0.0.1:{}'}}\n", free_port()),
+            "Connection refused",
+            "start Redis, or correct the host and the port",
+        ),
         (
             strict.config("", &format!("ca: {}, server_name: redis.test", strict.file("ca.pem"))),
             "ertificate",

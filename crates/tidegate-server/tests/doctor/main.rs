@@ -7,6 +7,10 @@ mod support;
 
 /// Connections that fail.
 mod connections;
+/// Commands that are disabled, by name or by ACL.
+mod disabled;
+/// A server that is far away.
+mod distance;
 /// Managed services, which lack commands.
 mod managed;
 /// Proxies in front of Redis.
@@ -234,17 +238,15 @@ fn secrets_are_never_printed() {
 }
 
 #[test]
-fn unreachable_redis_is_one_line_or_one_finding() {
+fn unreachable_redis_is_one_finding() {
     let url = "redis://user:hunter2@127.0.0.1:1";
     let output = doctor(url, &[]);
-    let error = text(&output.stderr);
+    let (shown, error) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(2));
     // The password among the arguments is a warning.
-    assert!(error.starts_with("warning: ") && error.lines().count() == 2, "{error}");
-    assert!(
-        error.contains("cannot be reached: 127.0.0.1:1") && output.stdout.is_empty(),
-        "{error}"
-    );
+    assert!(error.starts_with("warning: ") && error.lines().count() == 1, "{error}");
+    assert!(shown.contains("cannot be reached: 127.0.0.1:1"), "{shown}");
+    assert!(shown.contains("→ start Redis, or correct the host and the port"), "{shown}");
     let (report, code) = run_checks(url);
     assert_eq!((code, &report["verdict"]), (Some(2), &Value::from("error")));
     assert_found(&report, "connection", "error", "cannot be reached: 127.0.0.1:1");
@@ -512,6 +514,7 @@ fn cluster_is_checked_node_by_node() {
     assert_found(&report, "full-coverage", "note", "the whole cluster is unavailable");
     assert_eq!(report["nodes"].as_array().map(Vec::len), Some(3));
     assert_eq!(report["latency_us"]["samples"], 60, "each node is probed");
+    assert_found(&report, "migration", "ok", "no slot is migrating");
     for check in ["version", "eviction-policy", "scripts", "expiry", "clock"] {
         assert_eq!(findings_of(&report, check).len(), 3, "{check}: {report}");
     }
@@ -532,6 +535,17 @@ fn cluster_is_checked_node_by_node() {
     let (report, code) = run_checks(&format!("redis://tidegate:pw@{}", addresses[1]));
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "topology", "ok", "a cluster of 3 primaries");
+    assert_found(&report, "migration", "note", "this user may not run CLUSTER NODES");
+
+    // Slots that an interrupted resharding has left open.
+    let id = |node: &Redis| node.query::<String>(&["CLUSTER", "MYID"]);
+    let () = nodes[0].query(&["CLUSTER", "SETSLOT", "1", "MIGRATING", &id(&nodes[1])]);
+    let () = nodes[1].query(&["CLUSTER", "SETSLOT", "1", "IMPORTING", &id(&nodes[0])]);
+    let (report, code) = run_checks(&nodes[2].url());
+    assert_eq!(code, Some(1), "{report}");
+    assert_found(&report, "migration", "warning", "slot 1 is migrating to another node");
+    assert_found(&report, "migration", "warning", "slot 1 is being imported");
+    assert!(advice_of(&report, "migration", "warning").contains("--cluster fix"), "{report}");
     for node in &nodes {
         node.assert_every_key_expires();
     }

@@ -1,15 +1,18 @@
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::prometheus::{Load, Prometheus, promtool};
 use crate::read;
-use crate::support::{Redis, Service, free_port};
+use crate::support::{Cluster, Redis, Service, free_port};
 
 /// Alerts that no test can cause in the real service, with the reason.
-const WITHOUT_REAL_TEST: [(&str, &str); 1] =
-    [("TidegatePanics", "a panic is a defect, and no known input causes one")];
+const WITHOUT_REAL_TEST: [(&str, &str); 2] = [
+    ("TidegatePanics", "a panic is a defect, and no known input causes one"),
+    ("TidegateRestartPending", "its metric is tested with the reloads"),
+];
 
 /// Alerts that a busy machine can cause.
 const ABOUT_SPEED: [&str; 2] = ["TidegateSlowDecisions", "TidegateDown"];
@@ -124,6 +127,60 @@ impl Drop for Blocker {
     }
 }
 
+/// Policies that apply to one path, each with a count of its own.
+const MANY_POLICIES: usize = 100;
+
+/// Returns a configuration with [`MANY_POLICIES`].
+fn with_many_policies(config: &str) -> String {
+    let policy = |number| {
+        let fields = "key: [header.x-user-id], match: {path: /many}, limit: 1000000, window: 1h";
+        format!("  - {{name: many-{number}, {fields}}}\n")
+    };
+    config.to_owned() + &(0..MANY_POLICIES).map(policy).collect::<String>()
+}
+
+/// Allows requests of more keys than the ledger of an outage has room for: 100,000, by policy.
+fn drop_debits(service: &Service) {
+    let dropped = |metrics: &str| {
+        metrics.contains("tidegate_dropped_debit_units_total ")
+            && !metrics.contains("tidegate_dropped_debit_units_total 0\n")
+    };
+    for user in 0..2 * 100_000 / MANY_POLICIES {
+        let attributes = json!({"path": "/many", "header.x-user-id": user.to_string()});
+        assert_eq!(service.acquire(&json!({"attributes": attributes})).status, 200);
+        if user % 100 == 0 && dropped(&service.admin("/metrics").body) {
+            return;
+        }
+    }
+    assert!(dropped(&service.admin("/metrics").body));
+}
+
+/// Waits until each of these alerts has fired for its job, and no other for the healthy service.
+fn wait_until_firing(prometheus: &Prometheus, mut expected: BTreeSet<(&str, &str)>) {
+    let mut on_healthy = BTreeSet::new();
+    prometheus.wait_until(|prometheus| {
+        for (name, job) in prometheus.firing() {
+            let is_part = (&*name, &*job) == ("TidegateStoreDown", "tidegate-cluster");
+            assert!(!is_part, "one primary of three is no outage");
+            expected.retain(|(alert, of)| (*alert, *of) != (name.as_str(), job.as_str()));
+            if job == "tidegate-healthy" && !ABOUT_SPEED.contains(&name.as_str()) {
+                on_healthy.insert(name);
+            }
+        }
+        if expected.is_empty() { Ok(()) } else { Err(format!("{expected:?}")) }
+    });
+    assert!(on_healthy.is_empty(), "{on_healthy:?}");
+}
+
+/// Starts a cluster of which no replica takes over within the test, and a service on it.
+fn cluster_with_service() -> (Cluster, Service) {
+    let options = ["--cluster-node-timeout", "300000"];
+    let cluster = Cluster::start_with(Path::new("redis-server"), &options);
+    let urls = cluster.urls().join("', '");
+    let config = format!("store: {{redis: ['{urls}'], timeout: 1s}}\n{POLICY}");
+    (cluster, Service::start(&config))
+}
+
 /// One service per failure, all scraped by one Prometheus. The job of each is named after it.
 #[test]
 fn every_alert_fires_when_the_thing_breaks() {
@@ -133,11 +190,15 @@ fn every_alert_fires_when_the_thing_breaks() {
     let (sound, mut failing) = (Redis::start(), Redis::start());
     let slow = Redis::start_with(&["--enable-debug-command", "local"]);
     let healthy = Service::start(&on_redis(&sound));
-    let outage = Service::start(&on_redis(&failing).replace("timeout: 5s", "timeout: 100ms"));
+    let outage = on_redis(&failing).replace("timeout: 5s", "timeout: 100ms");
+    let outage = Service::start(&with_many_policies(&outage));
     let slowed = Service::start(&on_redis(&slow));
     let full = Service::start(&format!("store: {{max_keys: 64}}\n{POLICY}"));
     let flooded = Service::start("policies:\n  - {name: p, limit: 5, window: 1h}\n");
     let gone = Service::start(POLICY);
+    let differing =
+        [POLICY, "policies:\n  - {name: p, limit: 9, window: 1h}\n"].map(Service::start);
+    let (cluster, partial) = cluster_with_service();
     let dead = format!("http://127.0.0.1:{}", free_port());
     let upstream = format!("http://{}", healthy.http);
     let gateway = Service::gateway(POLICY, &[&upstream, &dead]);
@@ -147,7 +208,11 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("tidegate-slow", &slowed),
         ("tidegate-full", &full),
         ("tidegate-flooded", &flooded),
-        ("tidegate-gone", &gone),
+        // A job of another name.
+        ("limits", &gone),
+        ("tidegate-differing", &differing[0]),
+        ("tidegate-differing", &differing[1]),
+        ("tidegate-cluster", &partial),
         ("tidegate-gateway", &gateway),
     ];
     let addresses = targets.map(|(job, service)| (job, service.admin.as_str()));
@@ -155,27 +220,34 @@ fn every_alert_fires_when_the_thing_breaks() {
     let _loads = [
         Load::start(&healthy.http, "p", 20, 100),
         Load::start(&outage.http, "p", 50, 1_000),
+        Load::start(&partial.http, "p", 50, 1_000),
         Load::start(&slowed.http, "p", 20, 100),
         Load::start(&gateway.http, "p", 20, 100),
     ];
     prometheus.wait_until(|prometheus| {
         let up = prometheus.query("up == 1");
         let calm = prometheus.query("job_policy:tidegate_denials:rate5m == 0");
-        if up.len() == targets.len() && calm.len() >= targets.len() {
+        let jobs: BTreeSet<&str> = targets.iter().map(|(job, _)| *job).collect();
+        if up.len() == targets.len() && calm.len() >= jobs.len() {
             return Ok(());
         }
         Err(format!("{} of {} services are scraped: {calm:?}", up.len(), targets.len()))
     });
 
     failing.kill();
+    cluster.nodes()[0].signal("STOP");
     let blocker = Blocker::start(&slow);
     let config = std::fs::read_to_string(flooded.file()).expect("a configuration");
     std::fs::write(flooded.file(), config.replace("limit", "limt")).expect("written");
     let _floods =
         [Load::start(&flooded.http, "p", 50, 1), Load::start(&full.http, "p", 100, 10_000)];
     drop(gone);
-    let mut expected: BTreeSet<(&str, &str)> = BTreeSet::from([
-        ("TidegateDown", "tidegate-gone"),
+    drop_debits(&outage);
+    let expected: BTreeSet<(&str, &str)> = BTreeSet::from([
+        ("TidegateDown", "limits"),
+        ("TidegateStorePartlyDown", "tidegate-cluster"),
+        ("TidegateDroppedDebits", "tidegate-outage"),
+        ("TidegateConfigDiffers", "tidegate-differing"),
         ("TidegateStoreDown", "tidegate-outage"),
         ("TidegateCircuitOpen", "tidegate-outage"),
         ("TidegateFallbackActive", "tidegate-outage"),
@@ -192,35 +264,25 @@ fn every_alert_fires_when_the_thing_breaks() {
     for alert in alerts() {
         assert!(names.contains(&name(&alert)), "{} is not tested", name(&alert));
     }
-    let mut on_healthy = BTreeSet::new();
-    prometheus.wait_until(|prometheus| {
-        for (name, job) in prometheus.firing() {
-            expected.retain(|(alert, of)| (*alert, *of) != (name.as_str(), job.as_str()));
-            if job == "tidegate-healthy" && !ABOUT_SPEED.contains(&name.as_str()) {
-                on_healthy.insert(name);
-            }
-        }
-        if expected.is_empty() { Ok(()) } else { Err(format!("{expected:?}")) }
-    });
-    assert!(on_healthy.is_empty(), "{on_healthy:?}");
+    wait_until_firing(&prometheus, expected);
     drop(blocker);
 
     // The alerts end when the cause does.
     failing.restart();
+    cluster.nodes()[0].signal("CONT");
     std::fs::write(flooded.file(), config).expect("written");
+    let ended = [
+        ("TidegateStoreDown", "tidegate-outage"),
+        ("TidegateCircuitOpen", "tidegate-outage"),
+        ("TidegateConfigReloadFailing", "tidegate-flooded"),
+        ("TidegateStorePartlyDown", "tidegate-cluster"),
+    ];
     prometheus.wait_until(|prometheus| {
         let firing = prometheus.firing();
-        let ended = [
-            ("TidegateStoreDown", "tidegate-outage"),
-            ("TidegateCircuitOpen", "tidegate-outage"),
-            ("TidegateConfigReloadFailing", "tidegate-flooded"),
-        ];
-        let left: Vec<_> = ended
-            .into_iter()
-            .filter(|(name, job)| {
-                firing.iter().any(|fired| (&*fired.0, &*fired.1) == (*name, *job))
-            })
-            .collect();
+        let fires = |(name, job): &(&str, &str)| {
+            firing.iter().any(|fired| (&*fired.0, &*fired.1) == (*name, *job))
+        };
+        let left: Vec<_> = ended.into_iter().filter(fires).collect();
         if left.is_empty() { Ok(()) } else { Err(format!("the end of {left:?}")) }
     });
 }

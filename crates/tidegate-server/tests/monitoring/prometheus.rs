@@ -1,5 +1,6 @@
 //! [`Prometheus`]: a real Prometheus that scrapes services once per second, and [`Load`].
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::net::TcpStream;
 use std::path::Path;
@@ -22,16 +23,20 @@ pub(crate) struct Prometheus {
 
 impl Prometheus {
     /// Starts a server with these rules that scrapes these services: the job and the address of
-    /// each.
+    /// each. Services may share a job.
     pub(crate) fn start(rules: &str, targets: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().expect("a temporary directory");
         let mut config = "global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: \
                           1s}\nrule_files: [rules.yaml]\nscrape_configs:\n"
             .to_owned();
-        for (job, address) in targets {
+        let jobs: BTreeSet<&str> = targets.iter().map(|(job, _)| *job).collect();
+        for job in jobs {
+            let of_job = targets.iter().filter(|(other, _)| *other == job);
+            let addresses = of_job.map(|(_, address)| format!("'{address}'")).collect::<Vec<_>>();
+            let addresses = addresses.join(", ");
             let _ = writeln!(
                 config,
-                "  - {{job_name: {job}, static_configs: [{{targets: ['{address}']}}]}}"
+                "  - {{job_name: {job}, static_configs: [{{targets: [{addresses}]}}]}}"
             );
         }
         std::fs::write(folder.path().join("prometheus.yaml"), config).expect("written");

@@ -1,7 +1,7 @@
 use serde_json::{Value, json};
 
 use super::metric;
-use super::support::{Service, request};
+use super::support::{Service, request, with_free_ports};
 
 const POLICIES: &str = "policies:\n  - {name: per-user, limit: 1, window: 1h}\n";
 
@@ -58,4 +58,49 @@ fn error_of_a_reload_that_needs_a_restart_has_no_line() {
     let error = status(&service)["reload"]["error"].clone();
     assert_eq!((&error["line"], &error["file"]), (&Value::Null, &json!(service.file())), "{error}");
     assert!(error["message"].as_str().is_some_and(|it| it.contains("admin_token")), "{error}");
+}
+
+/// Returns the hash of the active configuration in the metrics.
+fn config_hash(service: &Service) -> String {
+    let metrics = service.admin("/metrics").body;
+    let line = metrics.lines().find_map(|line| line.strip_prefix("tidegate_config_info{hash=\""));
+    line.and_then(|line| line.strip_suffix("\"} 1")).expect("the metric").to_owned()
+}
+
+#[test]
+fn hash_of_the_configuration_is_that_of_the_active_files() {
+    let rules = |limit: u32| {
+        format!(
+            "domain: d\ndescriptors:\n  - {{key: k, rate_limit: {{unit: hour, requests_per_unit: \
+             {limit}}}}}\n"
+        )
+    };
+    let start = |limit| {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        std::fs::write(folder.path().join("rules.yaml"), rules(limit)).expect("written");
+        let config = with_free_ports(&format!("envoy: {{files: [rules.yaml]}}\n{POLICIES}"));
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, config).expect("written");
+        Service::start_on(folder, &file, &[])
+    };
+    let [service, same, other] = [start(1), start(1), start(2)];
+    let hash = config_hash(&service);
+    assert_eq!(service.admin("/v1/status").json()["reload"]["config_hash"], json!(hash));
+    assert_eq!(config_hash(&same), hash, "files in other folders");
+    assert_ne!(config_hash(&other), hash, "another limit of a rule");
+
+    // A file that is rejected is not active.
+    let good = std::fs::read_to_string(service.file()).expect("the file");
+    std::fs::write(service.file(), good.replace("limit: 1", "limit: many")).expect("written");
+    service.wait_until("the reload fails", |service| !is_successful(service));
+    assert_eq!(config_hash(&service), hash);
+    std::fs::write(service.file(), good.replace("limit: 1", "limit: 7")).expect("written");
+    service.wait_until("the reload succeeds", is_successful);
+    assert_ne!(config_hash(&service), hash);
+    std::fs::write(service.file(), good).expect("written");
+    service.wait_until("the first one is active again", |service| config_hash(service) == hash);
+    std::fs::write(service.folder().join("rules.yaml"), rules(2)).expect("written");
+    service.wait_until("the new rules are active", |service| {
+        config_hash(service) == config_hash(&other)
+    });
 }

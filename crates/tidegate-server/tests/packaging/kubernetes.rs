@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::service_monitor::check_service_monitor;
+use crate::service_monitor::{check_prometheus_rule, check_service_monitor};
 use crate::{check_config, read, root, run, succeed};
 
 const VERSIONS: [&str; 2] = ["1.25", "1.37"];
@@ -23,10 +23,15 @@ fn validate(file: &Path) {
     }
 }
 
-/// Renders the chart, and returns its manifests.
-fn render(values: &[&str]) -> Vec<Value> {
+/// Renders the chart.
+fn template(values: &[&str]) -> String {
     let arguments = ["template", "edge", CHART, "--namespace", "limits"].into_iter();
-    let text = succeed("helm", arguments.chain(values.iter().copied()));
+    succeed("helm", arguments.chain(values.iter().copied()))
+}
+
+/// Renders and validates the chart, and returns its manifests.
+fn render(values: &[&str]) -> Vec<Value> {
+    let text = template(values);
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("rendered.yaml");
     std::fs::write(&file, &text).expect("written");
@@ -67,14 +72,17 @@ fn check_deployment(manifests: &[Value]) {
     for port in of_kind(manifests, "Service")["spec"]["ports"].as_array().expect("ports") {
         assert!(ports.iter().any(|of_pod| of_pod["name"] == port["targetPort"]), "{port}");
     }
-    let target = &of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"];
-    assert_eq!(target, &of_kind(manifests, "Deployment")["metadata"]["name"]);
     // Time for the delay and for the drain.
     let grace = pod["spec"]["terminationGracePeriodSeconds"].as_u64().expect("a number");
     let config = config_of(manifests);
     let delay = config.split("shutdown_delay: ").nth(1).and_then(|rest| rest.split('s').next());
     let delay: u64 = delay.and_then(|delay| delay.parse().ok()).expect("seconds");
     assert!(delay + 8 < grace, "{delay} s + 8 s must be less than {grace} s");
+}
+
+fn check_autoscaler(manifests: &[Value]) {
+    let target = &of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"];
+    assert_eq!(target, &of_kind(manifests, "Deployment")["metadata"]["name"]);
 }
 
 fn config_of(manifests: &[Value]) -> &str {
@@ -102,6 +110,7 @@ fn manifests_match_the_schemas() {
         manifests.push(serde_saphyr::from_str::<Value>(&text).expect("YAML"));
     }
     check_deployment(&manifests);
+    check_autoscaler(&manifests);
     check_config("the ConfigMap", config_of(&manifests), &[]);
     check_service_monitor(of_kind(&manifests, SERVICE_MONITOR), of_kind(&manifests, "Service"));
 }
@@ -116,7 +125,9 @@ fn chart_renders_valid_manifests() {
     let image =
         &of_kind(&manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["image"];
     assert_eq!(image, &format!("ghcr.io/tidegate/tidegate:{version}"));
-    assert!(manifests.iter().all(|manifest| manifest["kind"] != SERVICE_MONITOR));
+    for kind in [SERVICE_MONITOR, "PrometheusRule", "NetworkPolicy"] {
+        assert!(manifests.iter().all(|manifest| manifest["kind"] != kind), "{kind}");
+    }
 
     let gateway = render(&[
         "--set",
@@ -135,6 +146,121 @@ fn chart_renders_valid_manifests() {
     let credentials = &monitor["spec"]["endpoints"][0]["authorization"]["credentials"];
     assert_eq!((&credentials["name"], &credentials["key"]), (&"own".into(), &"admin-token".into()));
     assert_eq!(of_kind(&gateway, "Deployment")["spec"]["replicas"], 2);
+}
+
+/// Counters in memory are not shared, so two replicas would admit twice the limit.
+#[test]
+fn chart_has_one_replica_unless_they_share_a_redis() {
+    let replicas = |values: &[&str]| {
+        let text = template(&[&["--set", "adminToken=t"], values].concat());
+        let manifests: Vec<Value> = serde_saphyr::from_multiple(&text).expect("YAML");
+        let scales = manifests.iter().any(|it| it["kind"] == "HorizontalPodAutoscaler");
+        if scales {
+            check_autoscaler(&manifests);
+        }
+        (of_kind(&manifests, "Deployment")["spec"]["replicas"].clone(), scales)
+    };
+    assert_eq!(replicas(&[]), (json!(1), false));
+    assert_eq!(replicas(&["--set", "replicaCount=0"]), (json!(0), false));
+    for redis in [
+        "config.store.redis=redis://h",
+        "config.store.sentinel.master=m",
+        "env[0].name=TIDEGATE_REDIS",
+    ] {
+        assert_eq!(replicas(&["--set", redis]), (Value::Null, true), "{redis}");
+        let fixed = ["--set", redis, "--set", "autoscaling.enabled=false"];
+        assert_eq!(replicas(&fixed), (json!(2), false), "{redis}");
+    }
+}
+
+#[test]
+fn chart_mounts_certificates_and_serves_redis_clients_with_a_token() {
+    let listeners = "adminToken=t,apiToken=u,resp.enabled=true,config.tls.admin=true";
+    let certificate = "config.tls.certificate=/run/certificates/server/tls.crt,\
+                       config.tls.key=/run/certificates/server/tls.key";
+    let volumes = "certificates[0].name=server,certificates[0].secret=tls,\
+                   certificates[1].name=redis-ca,certificates[1].configMap=ca";
+    let scraped = "serviceMonitor.enabled=true,serviceMonitor.tlsConfig.serverName=tidegate";
+    let values = [listeners, certificate, volumes, scraped];
+    let manifests = render(&values.map(|values| ["--set", values]).concat());
+    check_deployment(&manifests);
+    let config: Value = serde_saphyr::from_str(config_of(&manifests)).expect("YAML");
+    assert_eq!(config["listen"]["resp"], "0.0.0.0:8083");
+    assert_eq!(config["auth"]["api_token_file"], "/run/secrets/tidegate/api-token");
+    assert_eq!(of_kind(&manifests, "Secret")["stringData"]["api-token"], "u");
+    let pod = &of_kind(&manifests, "Deployment")["spec"]["template"]["spec"];
+    let container = &pod["containers"][0];
+    assert_eq!(container["readinessProbe"]["httpGet"]["scheme"], "HTTPS");
+    let mounts = container["volumeMounts"].as_array().expect("mounts");
+    for (name, source) in [
+        ("server", json!({"secret": {"secretName": "tls"}})),
+        ("redis-ca", json!({"configMap": {"name": "ca"}})),
+    ] {
+        let path = format!("/run/certificates/{name}");
+        let mount = mounts.iter().find(|mount| mount["mountPath"] == *path).expect("a mount");
+        let mut volumes = pod["volumes"].as_array().expect("volumes").iter();
+        let volume = volumes.find(|volume| volume["name"] == mount["name"]).expect("its volume");
+        for (kind, expected) in source.as_object().expect("a source") {
+            assert_eq!(&volume[kind], expected, "{name}");
+        }
+    }
+    let monitor = of_kind(&manifests, SERVICE_MONITOR);
+    check_service_monitor(monitor, of_kind(&manifests, "Service"));
+    assert_eq!(monitor["spec"]["endpoints"][0]["scheme"], "https");
+
+    // Keys of a Secret that exists have names of their own.
+    let own = "existingSecret=own,existingSecretKeys.adminToken=a,existingSecretKeys.apiToken=b";
+    let manifests = render(&["--set", own]);
+    let config: Value = serde_saphyr::from_str(config_of(&manifests)).expect("YAML");
+    assert_eq!(config["auth"]["admin_token_file"], "/run/secrets/tidegate/a");
+    assert_eq!(config["auth"]["api_token_file"], "/run/secrets/tidegate/b");
+}
+
+#[test]
+fn chart_has_alerts_a_network_policy_and_an_account() {
+    let manifests = render(&[
+        "--set",
+        "adminToken=t,prometheusRule.enabled=true,networkPolicy.enabled=true",
+        "--set",
+        "networkPolicy.adminFrom[0].namespaceSelector.matchLabels.name=monitoring",
+    ]);
+    check_prometheus_rule(of_kind(&manifests, "PrometheusRule"));
+    let pod = &of_kind(&manifests, "Deployment")["spec"]["template"];
+    let account = &of_kind(&manifests, "ServiceAccount")["metadata"]["name"];
+    assert_eq!(&pod["spec"]["serviceAccountName"], account);
+    assert_eq!(pod["spec"]["automountServiceAccountToken"], false);
+    let policy = &of_kind(&manifests, "NetworkPolicy")["spec"];
+    for (name, value) in policy["podSelector"]["matchLabels"].as_object().expect("labels") {
+        assert_eq!(&pod["metadata"]["labels"][name], value, "{name}");
+    }
+    let ports = pod["spec"]["containers"][0]["ports"].as_array().expect("ports");
+    let rules = policy["ingress"].as_array().expect("rules");
+    let permitted = rules.iter().flat_map(|rule| rule["ports"].as_array().expect("ports"));
+    let mut permitted: Vec<&Value> = permitted.map(|port| &port["port"]).collect();
+    let mut served: Vec<&Value> = ports.iter().map(|port| &port["name"]).collect();
+    permitted.sort_by_key(ToString::to_string);
+    served.sort_by_key(ToString::to_string);
+    assert_eq!(permitted, served);
+    assert_eq!(rules[1]["from"][0]["namespaceSelector"]["matchLabels"]["name"], "monitoring");
+
+    let text = template(&["--set", "adminToken=t,serviceAccount.create=false"]);
+    assert!(!text.contains("kind: ServiceAccount") && text.contains("Name: default\n"), "{text}");
+}
+
+#[test]
+fn chart_rejects_wrong_values() {
+    for (values, message) in [
+        ("replicas=3", "Additional property replicas is not allowed"),
+        ("autoscaling.max=3", "Additional property max is not allowed"),
+        ("command=server", "command"),
+        ("certificates[0].name=ca", "Must validate one and only one schema"),
+        ("resp.enabled=true", "resp.enabled needs a token"),
+    ] {
+        let output =
+            run("helm", ["template", "edge", CHART, "--set", "adminToken=t", "--set", values]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(message), "{values}: {error}");
+    }
 }
 
 #[test]

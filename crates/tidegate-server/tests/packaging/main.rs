@@ -1,16 +1,21 @@
 //! Files of `deploy/` and the metadata of packages, judged by the tools that read them: helm,
 //! hadolint, systemd-analyze, cargo-deb, and the schemas of Kubernetes and Compose.
 //!
-//! No container engine and no cluster is needed, so no image is built here.
+//! No container engine and no cluster is needed. `make test-image` builds the image with buildah.
 
 /// Compose file and Dockerfile.
 mod compose;
+/// Image, built and run.
+mod image;
 /// Manifests of Kubernetes and the chart.
 mod kubernetes;
 /// Unit of systemd, Debian package, archives of releases, packages of crates.io.
 mod packages;
-/// ServiceMonitor of the manifests and of the chart.
+/// ServiceMonitor and PrometheusRule of the manifests and of the chart.
 mod service_monitor;
+
+#[path = "../../../tidegate/tests/support/server.rs"]
+mod server;
 
 use std::ffi::OsStr;
 use std::path::PathBuf;

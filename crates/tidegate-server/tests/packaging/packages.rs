@@ -1,10 +1,11 @@
 //! Unit of systemd, Debian package, archives of releases, packages of crates.io.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::{read, root, run, succeed};
+use crate::{check_config, read, root, run, succeed};
 
 /// Highest exposure of the unit by `systemd-analyze security`, in tenths: 0 is best, 100 worst.
 const MAX_EXPOSURE: &str = "11";
@@ -25,6 +26,52 @@ fn unit_is_valid_and_hardened() {
     assert!(output.status.success() && !message.contains("tidegate.service:"), "{message}");
     let threshold = format!("--threshold={MAX_EXPOSURE}");
     succeed("systemd-analyze", ["security", "--offline=true", "--no-pager", &threshold, file]);
+}
+
+/// Only root and the service can read the configuration; secrets are credentials.
+#[test]
+fn configuration_is_readable_by_the_service_only() {
+    let system = tempfile::tempdir().expect("a temporary directory");
+    let path = |path: &str| system.path().join(path);
+    for folder in ["etc/tidegate", "usr/lib/sysusers.d", "usr/lib/tmpfiles.d"] {
+        std::fs::create_dir_all(path(folder)).expect("created");
+    }
+    std::fs::write(path("etc/tidegate/tidegate.yaml"), "policies: []\n").expect("written");
+    std::fs::write(path("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n").expect("written");
+    std::fs::write(path("etc/group"), "root:x:0:\n").expect("written");
+    for kind in ["sysusers", "tmpfiles"] {
+        let installed = path(&format!("usr/lib/{kind}.d/tidegate.conf"));
+        std::fs::write(installed, read(&format!("deploy/systemd/{kind}.conf"))).expect("written");
+    }
+    let at = format!("--root={}", system.path().display());
+    // The commands of the package, in another root.
+    let script = read("deploy/systemd/postinst");
+    for command in ["systemd-sysusers tidegate.conf", "systemd-tmpfiles --create tidegate.conf"] {
+        assert!(script.contains(&format!("    {command}\n")), "{script}");
+        let mut words = command.split(' ');
+        let tool = words.next().expect("a program");
+        succeed(tool, std::iter::once(at.as_str()).chain(words));
+    }
+    let groups = std::fs::read_to_string(path("etc/group")).expect("groups");
+    let group =
+        groups.lines().find_map(|line| line.strip_prefix("tidegate:x:")).expect("its group");
+    let group: u32 = group.trim_end_matches(':').parse().expect("a number");
+    for (file, mode) in [("etc/tidegate", 0o750), ("etc/tidegate/tidegate.yaml", 0o640)] {
+        let metadata = std::fs::metadata(path(file)).expect("it exists");
+        assert_eq!((metadata.mode() & 0o777, metadata.gid()), (mode, group), "{file}");
+    }
+    let unit = read("deploy/systemd/tidegate.service");
+    assert!(unit.contains("\nUser=tidegate\n") && !unit.contains("\nDynamicUser="), "{unit}");
+    for name in ["admin-token", "api-token", "redis-password"] {
+        assert!(unit.contains(&format!("\nLoadCredential=tidegate.{name}\n")), "{name}");
+        std::fs::write(path(&format!("tidegate.{name}")), "secret\n").expect("written");
+    }
+    let page = read("docs/install.md");
+    let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let mut blocks = blocks.filter(|block| block.contains("CREDENTIALS_DIRECTORY"));
+    let config = blocks.next().expect("the configuration of the page");
+    let folder = system.path().to_str().expect("UTF-8");
+    check_config("credentials", config, &[("CREDENTIALS_DIRECTORY", folder)]);
 }
 
 /// Drop-ins change the unit, and name an existing command.
@@ -87,6 +134,8 @@ fn debian_package_has_the_unit_the_configuration_and_the_pages() {
     for file in [
         "./usr/bin/tidegate\n",
         "./etc/tidegate/tidegate.yaml\n",
+        "./usr/lib/sysusers.d/tidegate.conf\n",
+        "./usr/lib/tmpfiles.d/tidegate.conf\n",
         "/systemd/system/tidegate.service\n",
         "./usr/share/man/man1/tidegate-serve.1.gz\n",
         "./usr/share/bash-completion/completions/tidegate\n",
@@ -95,6 +144,11 @@ fn debian_package_has_the_unit_the_configuration_and_the_pages() {
     ] {
         assert!(contents.contains(file), "{file:?} is not in\n{contents}");
     }
+    let mut lines = contents.lines();
+    let config = lines.find(|line| line.ends_with("/tidegate.yaml")).expect("its configuration");
+    assert!(config.starts_with("-rw-r-----"), "{config}");
+    let script = succeed("dpkg-deb", ["--info", package, "postinst"]);
+    assert!(script.contains("systemd-sysusers tidegate.conf"), "{script}");
     let fields = succeed("dpkg-deb", ["--field", package]);
     let version = env!("CARGO_PKG_VERSION");
     for field in ["Package: tidegate\n", &format!("Version: {version}"), "Section: net\n"] {

@@ -1,21 +1,22 @@
-//! ServiceMonitor of the manifests and of the chart, by the schema of the Prometheus operator.
+//! Objects of the Prometheus operator, of the manifests and of the chart, by its schemas.
 //!
 //! That schema checks types, formats and required fields. It permits unknown fields, which a
 //! cluster would drop, so the fields are compared with a list as well.
 
 use serde_json::{Value, json};
 
-use crate::{root, run};
+use crate::{read, root, run};
 
 /// Validates the JSON document of its last argument.
 const SCRIPT: &str = r#"
-const models = "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/ServiceMonitor";
-const { ServiceMonitor } = await import(models);
-new ServiceMonitor(JSON.parse(process.argv.at(-1))).validate();
+const object = JSON.parse(process.argv.at(-1));
+const models = "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/" + object.kind;
+const { [object.kind]: Model } = await import(models);
+new Model(object).validate();
 "#;
 
 /// Fields of a `ServiceMonitor` in use here. `[]` is any entry of a list, and `*` any label.
-const FIELDS: [&str; 12] = [
+const FIELDS: [&str; 14] = [
     "apiVersion",
     "kind",
     "metadata.name",
@@ -25,6 +26,8 @@ const FIELDS: [&str; 12] = [
     "spec.endpoints.[].port",
     "spec.endpoints.[].path",
     "spec.endpoints.[].interval",
+    "spec.endpoints.[].scheme",
+    "spec.endpoints.[].tlsConfig.serverName",
     "spec.endpoints.[].authorization.type",
     "spec.endpoints.[].authorization.credentials.name",
     "spec.endpoints.[].authorization.credentials.key",
@@ -52,13 +55,18 @@ fn wrong(monitor: &Value) -> Option<String> {
     if let Some(unknown) = found.into_iter().find(|path| !FIELDS.contains(&path.as_str())) {
         return Some(format!("unknown field {unknown}"));
     }
+    invalid(monitor)
+}
+
+/// Returns what the schema of the operator rejects, if anything.
+fn invalid(object: &Value) -> Option<String> {
     // Modules are searched in the folder of the script.
     let folder = tempfile::tempdir().expect("a temporary directory");
     let modules = root().join(".venv/node_modules").canonicalize().expect("run `make setup`");
     std::os::unix::fs::symlink(modules, folder.path().join("node_modules")).expect("a link");
     let script = folder.path().join("validate.mjs");
     std::fs::write(&script, SCRIPT).expect("written");
-    let output = run("node", [script.into_os_string(), monitor.to_string().into()]);
+    let output = run("node", [script.into_os_string(), object.to_string().into()]);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     (!output.status.success()).then_some(message)
 }
@@ -74,6 +82,13 @@ pub(crate) fn check_service_monitor(monitor: &Value, service: &Value) {
         assert_eq!(endpoint["path"], "/metrics");
         assert!(ports.iter().any(|port| port["name"] == endpoint["port"]), "{endpoint}");
     }
+}
+
+/// Checks a `PrometheusRule`: its schema, and that it has the rules of the repository.
+pub(crate) fn check_prometheus_rule(rule: &Value) {
+    assert_eq!(invalid(rule), None, "{rule}");
+    let rules: Value = serde_saphyr::from_str(&read("deploy/prometheus/rules.yaml")).expect("YAML");
+    assert_eq!(rule["spec"], rules);
 }
 
 /// Mistakes are found, so that the check above can fail.

@@ -157,6 +157,11 @@ impl Setup {
                 "{reached:?}"
             );
             assert_eq!(self.app.requests("/login").len(), before + 3);
+            // The application gets the address of the client, not what the client claims.
+            let hop = format!("\r\nx-forwarded-for: 127.0.0.{}\r\n", client.0);
+            for request in &self.app.requests("/login")[before..] {
+                assert!(request.contains(&hop) && !request.contains("192.0.2."), "{request}");
+            }
         }
         assert!(
             !self.tidegate.output().contains("forward-auth request without"),

@@ -142,6 +142,9 @@ policies:
         (&json!(true), &json!(false), &json!("redis"))
     );
     assert_eq!(ready["nodes"][0]["connected"], false, "{ready}");
+    assert_eq!(ready["store_health"]["state"], "down", "{ready}");
+    assert_eq!(ready["store_health"]["slots_unavailable_ratio"], 1.0, "{ready}");
+    assert_eq!(service.admin("/readyz?require=store").status, 503);
 }
 
 #[test]

@@ -28,6 +28,33 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{- define "tidegate.serviceAccount" -}}
+{{- $own := ternary (include "tidegate.name" .) "default" .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default $own -}}
+{{- end -}}
+
+{{/* Key of the Secret with the token of the API; empty without one. */}}
+{{- define "tidegate.apiTokenKey" -}}
+{{- if .Values.existingSecret -}}
+{{- .Values.existingSecretKeys.apiToken -}}
+{{- else if .Values.apiToken -}}
+api-token
+{{- end -}}
+{{- end -}}
+
+{{- define "tidegate.adminTokenKey" -}}
+{{- ternary .Values.existingSecretKeys.adminToken "admin-token" (not (empty .Values.existingSecret)) -}}
+{{- end -}}
+
+{{/* Whether all replicas share their counters; empty if not. */}}
+{{- define "tidegate.shared" -}}
+{{- $store := .Values.config.store | default dict -}}
+{{- if or $store.redis $store.sentinel -}}true{{- end -}}
+{{- range .Values.env -}}
+{{- if eq .name "TIDEGATE_REDIS" -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tidegate.config" -}}
 {{- $listen := dict "admin" "0.0.0.0:8082" "shutdown_delay" .Values.shutdownDelay -}}
 {{- if eq .Values.command "gateway" -}}
@@ -36,6 +63,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $listen "http" "0.0.0.0:8080" -}}
 {{- $_ := set $listen "grpc" "0.0.0.0:8081" -}}
 {{- end -}}
-{{- $auth := dict "admin_token_file" "/run/secrets/tidegate/admin-token" -}}
+{{- $secrets := "/run/secrets/tidegate" -}}
+{{- $key := include "tidegate.adminTokenKey" . -}}
+{{- $auth := dict "admin_token_file" (printf "%s/%s" $secrets $key) -}}
+{{- with include "tidegate.apiTokenKey" . -}}
+{{- $_ := set $auth "api_token_file" (printf "%s/%s" $secrets .) -}}
+{{- end -}}
+{{- if .Values.resp.enabled -}}
+{{- if not (include "tidegate.apiTokenKey" .) -}}
+{{- fail "resp.enabled needs a token: set apiToken, or existingSecretKeys.apiToken" -}}
+{{- end -}}
+{{- $_ := set $listen "resp" "0.0.0.0:8083" -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .Values.config) (dict "listen" $listen "auth" $auth) | toYaml -}}
 {{- end -}}

@@ -115,6 +115,17 @@ fn a_small_terminal_has_what_matters_most() {
 }
 
 #[test]
+fn lost_part_of_a_cluster_is_not_an_outage() {
+    let mut view = view();
+    let health = json!({"state": "partly-down", "primaries": 4, "primaries_unavailable": 1,
+                        "slots_unavailable_ratio": 0.25});
+    let store = json!({"kind": "redis", "up": false, "health": health});
+    apply(&mut view, "status", &json!({"version": "0.1.0", "store": store}));
+    let text = texts(&view, 100, 24).join("\n");
+    assert!(text.contains("redis PARTLY DOWN: 1 of 4 primaries, 25 % of slots"), "{text}");
+}
+
+#[test]
 fn outage_and_failed_reload_stand_out() {
     let mut view = view();
     apply(

@@ -40,6 +40,9 @@ pub struct NodeHealth {
     pub connected: bool,
     /// Whether the node decides. Sentinels do not.
     pub primary: bool,
+    /// Number of slots of a cluster that it serves. Outside of a cluster it is
+    /// [`ALL_SLOTS`](Self::ALL_SLOTS), and 0 for a sentinel.
+    pub slots: u16,
     /// Circuit of its decisions. While it is open, they fail at once.
     pub circuit: CircuitState,
     /// Last error of the connection, even if the node has reconnected since.
@@ -76,10 +79,10 @@ impl RedisStore {
     #[must_use]
     pub fn nodes(&self) -> Vec<NodeHealth> {
         let topology = self.shared.topology.state();
-        let primaries = topology.primaries();
+        let primaries = topology.primaries_with_slots();
         primaries
             .iter()
-            .map(|node| NodeHealth::of(node, true))
+            .map(|(node, slots)| NodeHealth { slots: *slots, ..NodeHealth::of(node, true) })
             .chain(topology.sentinels().iter().map(|node| NodeHealth::of(node, false)))
             .collect()
     }
@@ -188,11 +191,15 @@ impl RedisStore {
 const MIN_COMMAND_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl NodeHealth {
+    /// Number of slots of a cluster.
+    pub const ALL_SLOTS: u16 = 16_384;
+
     fn of(node: &NodeClient, primary: bool) -> Self {
         Self {
             address: node.address().to_string(),
             connected: node.is_up(),
             primary,
+            slots: 0,
             circuit: node.circuit().state(),
             last_error: node.last_error().map(|error| error.reason),
             script_loads: node.scripts().total(),

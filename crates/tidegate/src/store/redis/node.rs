@@ -382,7 +382,8 @@ impl NodeShared {
 
     fn connect_error(&self, error: &RedisError) -> NodeError {
         // A server that rejects our certificate reports it only after the TLS handshake, if at all.
-        let hint = if self.options.tls.is_some() && error.is_connection_dropped() {
+        let is_dropped = error.is_connection_dropped() && !error.is_connection_refusal();
+        let hint = if self.options.tls.is_some() && is_dropped {
             " (by TLS: does the server require another client certificate?)"
         } else {
             ""

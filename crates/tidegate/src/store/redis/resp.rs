@@ -39,6 +39,10 @@ pub(super) fn parse(bytes: &[u8]) -> RedisResult<Option<(Value, usize)>> {
     let Some(length) = reply_length(bytes)? else { return Ok(None) };
     let reply = match string_of(&bytes[..length]) {
         Some(string) => Value::BulkString(string.to_vec()),
+        // An error may repeat arguments of the command, which are not UTF-8.
+        None if bytes.starts_with(b"-") => {
+            redis::parse_redis_value(String::from_utf8_lossy(&bytes[..length]).as_bytes())?
+        }
         None => redis::parse_redis_value(&bytes[..length])?,
     };
     Ok(Some((reply, length)))
@@ -130,6 +134,16 @@ mod tests {
             let followed = [reply, b"+next"].concat();
             assert_eq!(parse(&followed), Ok(Some((expected, reply.len()))), "{reply:?}");
         }
+    }
+
+    #[test]
+    fn error_that_repeats_binary_arguments_is_parsed() {
+        let reply = b"-ERR unknown command 'EVALSHA', with args '\xff\x01'\r\n";
+        let (parsed, length) = parse(reply).expect("valid").expect("complete");
+        assert_eq!(length, reply.len());
+        let error = parsed.extract_error().expect_err("an error");
+        assert_eq!(error.code(), Some("ERR"));
+        assert!(error.detail().is_some_and(|detail| detail.contains("'EVALSHA'")), "{error}");
     }
 
     #[test]

@@ -18,6 +18,7 @@ use self::cluster::SlotMap;
 use self::moves::SlotMoves;
 use super::endpoint::{Address, ConnectionOptions};
 use super::error::NodeError;
+use super::health::NodeHealth;
 use super::node::{NodeClient, Role};
 use super::refresh::RefreshTrigger;
 use crate::store::StoreError;
@@ -180,6 +181,15 @@ impl TopologyState {
         match &**self.routes.load() {
             Routes::One(node) => vec![Arc::clone(node)],
             Routes::Slots(map) => map.nodes().to_vec(),
+            Routes::Unknown(_) => Vec::new(),
+        }
+    }
+
+    /// Returns the nodes that decide, each with the number of its slots.
+    pub(super) fn primaries_with_slots(&self) -> Vec<(Arc<NodeClient>, u16)> {
+        match &**self.routes.load() {
+            Routes::One(node) => vec![(Arc::clone(node), NodeHealth::ALL_SLOTS)],
+            Routes::Slots(map) => map.nodes_with_slots(),
             Routes::Unknown(_) => Vec::new(),
         }
     }

@@ -85,6 +85,17 @@ impl SlotMap {
         &self.nodes
     }
 
+    /// Returns the nodes, each with the number of its slots.
+    pub(super) fn nodes_with_slots(&self) -> Vec<(Arc<NodeClient>, u16)> {
+        let mut nodes: Vec<_> = self.nodes.iter().map(|node| (Arc::clone(node), 0)).collect();
+        for owner in &self.owners {
+            if let Some((_, slots)) = nodes.get_mut(usize::from(*owner)) {
+                *slots += 1;
+            }
+        }
+        nodes
+    }
+
     /// Returns the map with a new owner of one slot; `None` if that node owns it already.
     pub(super) fn with_owner(&self, slot: u16, node: &Arc<NodeClient>) -> Option<Self> {
         if self.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node)) {
