@@ -4,7 +4,6 @@ use std::io::IsTerminal as _;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use clap::ValueEnum;
 use opentelemetry::trace::TracerProvider as _;
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -12,6 +11,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, filter::Targets};
 
 mod denials;
+mod level;
 mod otlp;
 pub(crate) mod panics;
 mod throttle;
@@ -21,6 +21,7 @@ mod writer;
 use crate::config::LogDestination;
 
 pub(crate) use denials::DenialLog;
+pub(crate) use level::VARIABLE;
 pub(crate) use throttle::{LogThrottle, store_failed};
 use traces::Traces;
 pub(crate) use traces::{TRACE, continue_trace, propagate_trace, trace_id};
@@ -63,10 +64,8 @@ pub(crate) fn line_counts() -> [(&'static str, u64); 2] {
 /// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
 /// runs on.
 pub(crate) fn start(format: LogFormat) -> anyhow::Result<Logs> {
-    let filter = match std::env::var("TIDEGATE_LOG") {
-        Ok(text) if !text.trim().is_empty() => text.parse::<EnvFilter>().with_context(|| {
-            format!("TIDEGATE_LOG={text}: write a level, such as debug, or levels of modules")
-        })?,
+    let filter = match std::env::var(level::VARIABLE) {
+        Ok(text) if !text.trim().is_empty() => level::parse(&text)?,
         _ => EnvFilter::new("info"),
     };
     // A thread of the runtime must not block on a full pipe: lines are queued, or dropped.

@@ -65,8 +65,14 @@ const FALLBACK: usize = 5;
 const MAX_NAMES: usize = 2_000;
 /// Maximum number of names that stem from limit overrides in requests.
 const MAX_OVERRIDE_NAMES: usize = 200;
-pub(crate) const SOURCES: [Source; 5] =
-    [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
+pub(crate) const SOURCES: [Source; 6] = [
+    Source::Store,
+    Source::DenyCache,
+    Source::Local,
+    Source::Allow,
+    Source::Deny,
+    Source::MissingKey,
+];
 /// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
@@ -185,6 +191,27 @@ impl Metrics {
         let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
         for (policy, outcomes) in all.iter() {
             visit(policy, [ALLOWED, DENIED, SHADOW_DENIED].map(|index| outcomes.0.total(index)));
+        }
+    }
+
+    /// Returns whether a request has matched the policy since the start, even one without its key.
+    pub(crate) fn has_matched(&self, policy: &str) -> bool {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        let counters = [ALLOWED, DENIED, SHADOW_DENIED, MISSING_KEY];
+        all.get(policy).is_some_and(|it| counters.iter().any(|index| it.0.total(*index) > 0))
+    }
+
+    /// Writes which of these policies no request has matched.
+    pub(crate) fn write_unmatched<'a>(
+        &self,
+        text: &mut String,
+        policies: impl Iterator<Item = &'a str>,
+    ) {
+        let name = "tidegate_policy_unmatched";
+        head(text, name, "gauge", "Whether no request has matched the policy since the start.");
+        for policy in policies {
+            let (label, unmatched) = (escaped(policy), !self.has_matched(policy));
+            let _ = writeln!(text, "{name}{{policy=\"{label}\"}} {}", u8::from(unmatched));
         }
     }
 

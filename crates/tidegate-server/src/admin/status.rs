@@ -94,6 +94,8 @@ struct ReloadStatus {
     config_file: Option<String>,
     /// Hash of the active configuration, which is equal on instances with equal files.
     config_hash: String,
+    /// Sections of the file whose changes need a restart.
+    restart_pending: Vec<&'static str>,
 }
 
 impl Status {
@@ -184,6 +186,7 @@ impl ReloadStatus {
             config_loaded_at_ms: unix_millis(last.loaded_at),
             config_file: last.file.map(|file| file.display().to_string()),
             config_hash: state.active().hash.clone(),
+            restart_pending: last.restart_pending,
         }
     }
 }

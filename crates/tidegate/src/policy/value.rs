@@ -18,6 +18,7 @@ impl KeySource {
     pub(super) fn normalize<'v>(&self, value: Cow<'v, str>) -> Cow<'v, str> {
         let normalize: fn(&str) -> Cow<'_, str> = match self.as_str() {
             "host" => normalize_host,
+            "method" => method,
             _ if self.is_credentials() => credentials,
             name if name.starts_with("header.") || name.starts_with("query.") => {
                 |value| Cow::Borrowed(trimmed(value))
@@ -68,6 +69,15 @@ pub fn text(bytes: &[u8]) -> Cow<'_, str> {
 /// beyond ASCII: Django reads the value as UTF-8, `FastAPI` as Latin-1.
 pub(crate) fn trimmed(value: &str) -> &str {
     value.trim()
+}
+
+/// Returns a method in upper case: Django and Flask read `get` as `GET`.
+fn method(value: &str) -> Cow<'_, str> {
+    if value.bytes().any(|byte| byte.is_ascii_lowercase()) {
+        Cow::Owned(value.to_ascii_uppercase())
+    } else {
+        Cow::Borrowed(value)
+    }
 }
 
 /// Splits credentials into their scheme and the rest, at the first spaces.

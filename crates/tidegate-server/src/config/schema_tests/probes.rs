@@ -13,7 +13,7 @@ pub(super) const BASE: &str = r#"{
     "listen": {}, "store": {"redis": "redis://h"}, "client_ip": {}, "auth": {}, "headers": {},
     "envoy": {}, "gateway": {"cors": {"allow_origins": ["*"]}}, "log_denials": {},
     "attributes": ["tenant"],
-    "policies": [{"name": "a", "limit": 10, "window": "60s"}]
+    "policies": [{"name": "a", "key": "header.x-tenant", "limit": 10, "window": "60s"}]
 }"#;
 
 /// The values are JSON.
@@ -146,6 +146,8 @@ pub(super) const PROBES: [Probe; 30] = [
             r#"{"header.x-version": 2}"#,
             r#"{"header.x-version": [2, "3", 1.10, true]}"#,
             r#"{"query.a": true, "descriptor.k": "*", "domain": "edge"}"#,
+            r#"{"ip": ["192.0.2.7", "10.*", "2001:db8::/64"], "method": "get"}"#,
+            r#"{"host": "*.example.com:8443", "path": ["/users:login", "/users/{id}"]}"#,
         ],
         invalid: &[
             r#"{"path": []}"#,
@@ -159,6 +161,16 @@ pub(super) const PROBES: [Probe; 30] = [
             r#"{"header.": "a"}"#,
             r#"{"header.a/b": "a"}"#,
             r#"{"Path": "/"}"#,
+            r#"{"ip": "10.0.0.0/8"}"#,
+            r#"{"ip": ["192.0.2.7", "10.0.0.1/32"]}"#,
+            r#"{"method": "GET|POST"}"#,
+            r#"{"method": ["!GET"]}"#,
+            r#"{"method": ""}"#,
+            r#"{"host": "https://example.com"}"#,
+            r#"{"host": ["a b"]}"#,
+            r#"{"path": "^/api/.*$"}"#,
+            r#"{"path": ["!/health"]}"#,
+            r#"{"path": "https://example.com/api"}"#,
             r#"{"header.X-A": "a", "header.x-a": "b"}"#,
             "[]",
             r#""/api""#,
@@ -207,7 +219,11 @@ pub(super) const PROBES: [Probe; 30] = [
                 "encoding": "hash"}]"#,
             r#"[{"name": "a", "limit": 100001, "window": "1s"}]"#,
             r#"[{"name": "a", "limit": 1, "window": "1s", "algorithm": "leaky-bucket",
-                "overrides": [{"key": "k", "limit": 20000000, "burst": 30}]}]"#,
+                "key": ["tenant"], "overrides": [{"key": "k", "limit": 20000000, "burst": 30}]}]"#,
+            r#"[{"name": "a", "limit": 1, "window": "1s", "key": ["ip"],
+                "overrides": [{"key": "192.0.2.7", "limit": 2},
+                    {"key": ["2001:db8::/64"], "limit": 2}]}]"#,
+            r#"[{"name": "a", "limit": 1, "window": "1s", "key": [], "overrides": []}]"#,
         ],
         invalid: &[
             "{}",
@@ -230,11 +246,17 @@ pub(super) const PROBES: [Probe; 30] = [
                 "algorithm": "token-bucket"}]"#,
             r#"[{"name": "a", "limit": 100001, "window": "1s", "encoding": "sorted-set"}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "encoding": "sorted-set",
-                "overrides": [{"key": "k", "limit": 100001}]}]"#,
+                "key": "ip", "overrides": [{"key": "k", "limit": 100001}]}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "fixed-window",
-                "overrides": [{"key": "k", "limit": 1, "burst": 30}]}]"#,
+                "key": "ip", "overrides": [{"key": "k", "limit": 1, "burst": 30}]}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "token-bucket",
                 "burst": 0}]"#,
+            r#"[{"name": "a", "limit": 1, "window": "1s",
+                "overrides": [{"key": "k", "limit": 2}]}]"#,
+            r#"[{"name": "a", "limit": 1, "window": "1s", "key": [],
+                "overrides": [{"key": "k", "limit": 2}]}]"#,
+            r#"[{"name": "a", "limit": 1, "window": "1s", "key": "ip",
+                "overrides": [{"key": "10.0.0.0/8", "limit": 2}]}]"#,
         ],
     },
     Probe {
