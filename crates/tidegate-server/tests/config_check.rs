@@ -147,23 +147,48 @@ fn help_of_each_subcommand_has_an_example() {
     }
 }
 
-#[test]
-fn policy_that_clients_bypass_is_a_warning() {
+/// Returns the warnings of a valid configuration.
+fn warnings(config: &str) -> String {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
-    let check = |config: &str| {
-        std::fs::write(&file, config).expect("written");
-        let output = std::process::Command::new(env!("CARGO_BIN_EXE_tidegate"))
-            .args(["config", "check"])
-            .arg(&file)
-            .output()
-            .expect("it runs");
-        assert_eq!(output.status.code(), Some(0));
-        String::from_utf8_lossy(&output.stderr).into_owned()
+    std::fs::write(&file, config).expect("written");
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["config", "check"])
+        .arg(&file)
+        .output()
+        .expect("it runs");
+    assert_eq!(output.status.code(), Some(0));
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn log_that_does_not_fit_the_memory_is_a_warning() {
+    let config = |store: &str, limit: u64| {
+        format!(
+            "store: {store}\npolicies:\n  - {{name: all, algorithm: sliding-log, limit: {limit}, \
+             window: 1h}}\n"
+        )
     };
+    let text = warnings(&config("{max_keys: 100000}", 600_000));
+    assert!(
+        text.contains("tidegate.yaml:3: a key at the limit of \"all\" needs 9600000"),
+        "{text}"
+    );
+    let overridden = config("{max_keys: 100000}", 5).replace(
+        "window: 1h",
+        "window: 1h, key: [ip], overrides: [{key: 10.0.0.1, limit: 600000}]",
+    );
+    assert!(warnings(&overridden).contains("sliding-log of 600000 requests"));
+    assert_eq!(warnings(&config("{max_keys: 100000}", 500_000)), "");
+    assert_eq!(warnings(&config("{max_keys: 10000000}", 10_000_000)), "");
+    assert_eq!(warnings(&config("{redis: 'redis://127.0.0.1', max_keys: 1}", 600_000)), "");
+}
+
+#[test]
+fn policy_that_clients_bypass_is_a_warning() {
     let user = "policies:\n  - {name: user, key: [header.x-user-id], limit: 1, window: 1s}\n";
-    let text = check(user);
+    let text = warnings(user);
     assert!(text.contains("tidegate.yaml:2: a client that leaves out header.x-user-id"), "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
-    assert_eq!(check(&guarded), "");
+    assert_eq!(warnings(&guarded), "");
 }
