@@ -227,6 +227,9 @@ fn validate(
     warnings.extend_from_slice(envoy.rules.warnings());
     let line = |policy: &str| lines.get(policy).copied();
     warnings.extend(warning::of_policies(document.name(), &policies, &client_ip, line));
+    if let StoreConfig::Memory(settings) = &store {
+        warnings.extend(warning::of_logs(document.name(), &policies, settings.max_keys, line));
+    }
     let mut files = rule_files.files;
     files.extend(rule_files.folders);
     let (tls, tls_files) = tls(document, folder, raw.tls)?;

@@ -147,29 +147,54 @@ fn help_of_each_subcommand_has_an_example() {
     }
 }
 
-#[test]
-fn policies_that_may_not_limit_as_meant_are_warnings() {
+/// Returns the warnings of a valid configuration.
+fn warnings(config: &str) -> String {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
-    let check = |config: &str| {
-        std::fs::write(&file, config).expect("written");
-        let output = std::process::Command::new(env!("CARGO_BIN_EXE_tidegate"))
-            .args(["config", "check"])
-            .arg(&file)
-            .output()
-            .expect("it runs");
-        assert_eq!(output.status.code(), Some(0));
-        String::from_utf8_lossy(&output.stderr).into_owned()
+    std::fs::write(&file, config).expect("written");
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["config", "check"])
+        .arg(&file)
+        .output()
+        .expect("it runs");
+    assert_eq!(output.status.code(), Some(0));
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn log_that_does_not_fit_the_memory_is_a_warning() {
+    let config = |store: &str, limit: u64| {
+        format!(
+            "store: {store}\npolicies:\n  - {{name: all, algorithm: sliding-log, limit: {limit}, \
+             window: 1h}}\n"
+        )
     };
+    let text = warnings(&config("{max_keys: 100000}", 600_000));
+    assert!(
+        text.contains("tidegate.yaml:3: policy \"all\": a key at its limit needs 9600000"),
+        "{text}"
+    );
+    let overridden = config("{max_keys: 100000}", 5).replace(
+        "window: 1h",
+        "window: 1h, key: [ip], overrides: [{key: 10.0.0.1, limit: 600000}]",
+    );
+    assert!(warnings(&overridden).contains("sliding-log of 600000"));
+    assert_eq!(warnings(&config("{max_keys: 100000}", 500_000)), "");
+    assert_eq!(warnings(&config("{max_keys: 10000000}", 10_000_000)), "");
+    assert_eq!(warnings(&config("{redis: 'redis://127.0.0.1', max_keys: 1}", 600_000)), "");
+}
+
+#[test]
+fn policies_that_may_not_limit_as_meant_are_warnings() {
     let user = "policies:\n  - {name: user, key: [header.x-user-id], limit: 1, window: 1s}\n";
-    let text = check(user);
+    let text = warnings(user);
     assert!(
         text.contains("tidegate.yaml:2: policy \"user\": a client that leaves out header"),
         "{text}"
     );
     let literal = "policies:\n  - {name: a, match: {path: '/users/{id}'}, limit: 1, window: 1s}\n  \
                    - {name: b, match: {path: ['/x', '/users/:id/**']}, limit: 1, window: 1s}\n";
-    let text = check(literal);
+    let text = warnings(literal);
     let first = "tidegate.yaml:2: policy \"a\": the path \"/users/{id}\" matches only itself: \
                  write \"/users/*\"";
     assert!(text.contains(first) && text.contains("write \"/users/*/**\""), "{text}");
@@ -177,10 +202,10 @@ fn policies_that_may_not_limit_as_meant_are_warnings() {
                      - {name: b, key: ip, limit: 1, window: 1s, overrides: [{key: '2001:db8::/32', \
                      limit: 2}]}\n  - {name: c, match: {ip: [192.0.2.7, '10.*', '2001:db8::/64']}, \
                      limit: 1, window: 1s}\n";
-    let text = check(addresses);
+    let text = warnings(addresses);
     let right = "no request has the address \"2001:db8::1\": write \"2001:db8::/64\"";
     assert!(text.contains(right) && text.contains("\"2001:db8::/32\": write"), "{text}");
     assert_eq!(text.matches("warning").count(), 2, "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
-    assert_eq!(check(&guarded), "");
+    assert_eq!(warnings(&guarded), "");
 }

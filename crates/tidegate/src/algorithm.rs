@@ -38,7 +38,7 @@ pub(crate) use fixed_window::FixedWindow;
 pub(crate) use grants::{CounterSnapshot, Grants};
 pub(crate) use narrow_bucket::{NarrowBucket, NarrowLevel};
 pub(crate) use sliding_counter::SlidingCounter;
-pub(crate) use sliding_log::SlidingLog;
+pub(crate) use sliding_log::{LogGrowth, SlidingLog};
 
 /// The algorithm that counts the units of a quota.
 ///
@@ -257,6 +257,12 @@ impl Plan {
         // A request that is charged afterwards has already run, so it has no delay.
         let has_delay = all_fit && !is_partial;
         Self { allowed, cost, remaining, has_delay, spend, written }
+    }
+
+    /// Returns the units that can still be spent afterwards; 0 after a denial.
+    #[inline]
+    pub(crate) fn remaining_after(&self) -> u64 {
+        if self.allowed { self.remaining - self.spend } else { 0 }
     }
 
     /// Returns the decision. The counter must have been advanced, with nothing spent yet.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding, NarrowBucket, mul_div_ceil};
 use crate::store::memory::fingerprint::PolicyRef;
-use crate::store::memory::state::{BucketTemplate, Lifetime};
+use crate::store::memory::state::{BucketTemplate, Lifetime, Usage};
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
 ///
@@ -45,8 +45,8 @@ pub struct Quota {
     drain: u64,
     narrow: NarrowBucket,
     template: BucketTemplate,
-    /// Hash of the window. It shows whether a stored fraction of a unit refers to this window.
-    window_tag: u8,
+    /// Factor of [`Usage::of`].
+    usage_factor: u64,
     /// Idle time-to-live of a count in memory.
     lifetime: Lifetime,
     /// The same for a bucket with an overdraft.
@@ -164,7 +164,7 @@ impl Quota {
             drain: micros,
             narrow: NarrowBucket::NONE,
             template: BucketTemplate::default(),
-            window_tag: window_tag(micros),
+            usage_factor: 0,
             lifetime: Lifetime::default(),
             overdraft_lifetime: Lifetime::default(),
             default_policy: PolicyRef::default_of_quota(&default_policy_name),
@@ -178,6 +178,7 @@ impl Quota {
         let millis = lifetime_millis(self.algorithm, self.drain);
         self.lifetime = Lifetime::from_millis(millis);
         self.overdraft_lifetime = Lifetime::from_millis(10 * millis);
+        self.usage_factor = Usage::factor(self.burst);
         if matches!(self.algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket) {
             self.narrow = NarrowBucket::new(self.limit, self.window, self.burst);
             self.template = BucketTemplate::new(&self);
@@ -350,9 +351,10 @@ impl Quota {
         &self.template
     }
 
-    /// Returns the tag of the window, which a stored bucket carries.
-    pub(crate) fn window_tag(&self) -> u8 {
-        self.window_tag
+    /// Returns the factor of [`Usage::of`].
+    #[inline]
+    pub(crate) fn usage_factor(&self) -> u64 {
+        self.usage_factor
     }
 
     pub(crate) fn window_micros(&self) -> u64 {
@@ -373,12 +375,6 @@ impl Quota {
     pub(crate) fn overdraft_lifetime(&self) -> Lifetime {
         self.overdraft_lifetime
     }
-}
-
-/// Returns a hash of the window in eight bits. Common windows (seconds, minutes, hours, days)
-/// nearly always differ.
-pub(crate) fn window_tag(micros: u64) -> u8 {
-    micros.wrapping_mul(0x8d8e_3b13_e83b_3ab1).to_be_bytes()[0]
 }
 
 /// Returns the idle time-to-live in milliseconds. `drain` is the window, except for buckets.

@@ -176,10 +176,12 @@ impl<S: Store> Store for Arc<S> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// A memory store at its cap, in which every key still counts.
+    /// A memory store without room for a new key, or for an entry of a sliding log, in which nearly
+    /// all keys are at their limit.
     #[error(
-        "the memory store is full ({cap} keys), and evicting a key that still counts would let its \
-         owner exceed a limit: raise the cap or wait until some keys expire"
+        "the memory store is full (at most {cap} keys, and a maximum of bytes for sliding logs), \
+         and evicting a key at its limit would let its owner exceed it: raise the maximum or wait \
+         until some keys expire"
     )]
     Full {
         /// Maximum number of keys.

@@ -123,8 +123,8 @@ fn full_store_forgets_keys_within_their_quota_but_none_at_its_limit() {
         assert!(!acquire("victim", quota).expect("known").allowed, "{:?}", quota.algorithm());
     }
     let store = limiter.store();
-    assert_eq!(store.keys(), 1_000);
-    assert_eq!(store.evicted_keys(), 10_000 + 5 - 1_000);
+    assert!((930..=1_000).contains(&store.keys()), "{} keys", store.keys());
+    assert_eq!(store.evicted_keys() + store.keys() as u64, 10_000 + 5);
 }
 
 #[test]
@@ -136,12 +136,12 @@ fn full_store_evicts_expired_keys_only() {
     let acquire = |key: &str, quota| limiter.blocking().acquire(&Charge::new(key, quota));
 
     assert!(acquire("victim", &long).expect("room").allowed);
-    for number in 0..999 {
-        assert!(acquire(&format!("key-{number}"), &short).expect("room").allowed);
-    }
+    let fills = |number: &u64| acquire(&format!("key-{number}"), &short).is_ok();
+    let room = (0..).take_while(fills).count() as u64;
+    assert!((930..1_000).contains(&room), "one policy gets 16/17 of the store: {room}");
     let rejected = acquire("extra", &short).expect_err("no room");
     assert_eq!(rejected, Error::Store(StoreError::Full { cap: 1_000 }));
-    assert!(rejected.to_string().contains("full (1000 keys)"), "{rejected}");
+    assert!(rejected.to_string().contains("full (at most 1000 keys"), "{rejected}");
     assert!(
         !acquire("victim", &long).expect("known").allowed,
         "new keys do not evict an exhausted one"
@@ -151,7 +151,7 @@ fn full_store_evicts_expired_keys_only() {
     assert!(peeked.allowed);
 
     clock.advance(Duration::from_secs(1));
-    for number in 0..999 {
+    for number in 0..room {
         assert!(
             acquire(&format!("new-{number}"), &short).expect("an expired key is evicted").allowed,
             "{number}"
@@ -159,7 +159,7 @@ fn full_store_evicts_expired_keys_only() {
     }
     acquire("extra", &short).expect_err("no room again");
     assert!(!acquire("victim", &long).expect("known").allowed);
-    assert_eq!(limiter.store().keys(), 1_000);
+    assert_eq!(limiter.store().keys() as u64, room + 1);
 }
 
 #[test]

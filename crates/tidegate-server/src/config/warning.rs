@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use tidegate::{ClientIp, KeySource, Policies, Policy};
+use tidegate::{Algorithm, ClientIp, KeySource, MemoryStore, Policies, Policy, Quota};
 
 /// Warning about a file that is loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,4 +107,34 @@ fn unseen_addresses<'a>(
         let group = client_ip.group(address.parse().ok()?);
         (group != text).then_some((text, group))
     })
+}
+
+/// Memory of an entry of a sliding log, in bytes.
+const LOG_ENTRY_BYTES: u64 = 16;
+/// Number of logs at their limit that should fit the memory of all logs.
+const MIN_FULL_LOGS: u64 = 4;
+
+/// Returns a warning for each policy whose logs are too large for a store in memory: it would have
+/// no room for some requests within the limit.
+pub(super) fn of_logs(
+    file: &str,
+    policies: &Policies,
+    max_keys: usize,
+    line: impl Fn(&str) -> Option<u64>,
+) -> Vec<ConfigWarning> {
+    let max_bytes = MemoryStore::builder().max_keys(max_keys).build().max_log_bytes();
+    let max_bytes = u64::try_from(max_bytes).unwrap_or(u64::MAX);
+    let too_large = policies.iter().filter_map(|policy| {
+        let logs = policy.quotas().filter(|quota| quota.algorithm() == Algorithm::SlidingLog);
+        let limit = logs.map(Quota::limit).max()?;
+        let bytes = limit.saturating_mul(LOG_ENTRY_BYTES);
+        let wrong =
+            format!("a key at its limit needs {bytes} bytes for the sliding-log of {limit}");
+        (bytes > max_bytes / MIN_FULL_LOGS).then_some((policy.name(), wrong))
+    });
+    let explanation = format!(
+        "the store in memory has {max_bytes} bytes for all logs: use sliding-counter or \
+         token-bucket, raise store.max_keys (100 bytes each), or use Redis"
+    );
+    grouped(file, line, &too_large.collect::<Vec<_>>(), &explanation)
 }

@@ -25,8 +25,8 @@ pub(crate) struct Bucket {
     pub(crate) level: u64,
     /// Fraction of a unit in W-ths, less than W.
     pub(crate) part: u64,
-    /// Tag of the window W that `part` refers to.
-    pub(crate) window_tag: u8,
+    /// The window W that `part` refers to, or 0 if it is unknown.
+    pub(crate) window: u64,
 }
 
 impl Bucket {
@@ -41,12 +41,10 @@ impl Bucket {
     fn adapt_to(&mut self, quota: &Quota) {
         // The fraction is in parts of another window: round it up to a whole unit, which never
         // admits too much.
-        if self.part > 0
-            && (self.window_tag != quota.window_tag() || self.part >= quota.window_micros())
-        {
+        if self.part > 0 && self.window != quota.window_micros() {
             (self.level, self.part) = (self.level + 1, 0);
         }
-        self.window_tag = quota.window_tag();
+        self.window = quota.window_micros();
         // The limit was lowered.
         if self.level >= quota.max_level() {
             (self.level, self.part) = (quota.max_level(), 0);
@@ -78,10 +76,7 @@ impl Counter for Bucket {
     #[inline]
     fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
-        if self.window_tag != quota.window_tag()
-            || self.part >= window
-            || self.level > quota.burst()
-        {
+        if self.window != window || self.level > quota.burst() {
             self.adapt_to(quota);
         }
         let stepped_back = self.time > now + MAX_CLOCK_SKEW;

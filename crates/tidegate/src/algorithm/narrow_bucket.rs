@@ -88,12 +88,6 @@ impl NarrowBucket {
         if before == 0 { 0 } else { self.limit.divide_up(before) }
     }
 
-    /// Returns whether this level is the whole burst.
-    #[inline]
-    pub(crate) fn is_full(&self, level: NarrowLevel) -> bool {
-        level.0 >= self.capacity
-    }
-
     /// Returns the whole units that fit above a level of an admitted cost.
     #[inline]
     pub(crate) fn remaining_above(&self, level: NarrowLevel) -> u64 {
@@ -206,8 +200,7 @@ mod tests {
             let stored = units * window + part;
             let Some(level) = narrow.level(stored, elapsed) else { return Ok(()) };
             let now = elapsed + 7;
-            let mut bucket =
-                Bucket { time: 7, level: units, part, window_tag: quota.window_tag() };
+            let mut bucket = Bucket { time: 7, level: units, part, window };
             bucket.advance_to(&quota, now);
             let remaining = bucket.remaining(&quota);
             prop_assert_eq!(level.0, parts(&bucket));
@@ -223,7 +216,6 @@ mod tests {
                     prop_assert_eq!(level.0, parts(&bucket));
                     prop_assert_eq!(narrow.remaining(level), bucket.remaining(&quota));
                     prop_assert_eq!(narrow.remaining_above(level), bucket.remaining(&quota));
-                    prop_assert_eq!(narrow.is_full(level), bucket.level >= burst);
                 }
                 None => {
                     prop_assert!(cost > remaining);

@@ -25,6 +25,18 @@ struct LogEntry {
     total: u64,
 }
 
+/// The number of entries that a log without room has to grow by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LogGrowth {
+    /// Enough for now, where memory is scarce.
+    pub(crate) least: usize,
+    /// Seldom enough that the copies of a log cost little.
+    pub(crate) best: usize,
+}
+
+/// Number of entries of the first allocation.
+const MIN_GROWTH: usize = 4;
+
 impl SlidingLog {
     /// Returns the time of the newest entry, or 0 for an empty log.
     #[inline]
@@ -32,10 +44,28 @@ impl SlidingLog {
         self.entries.back().map_or(0, |entry| entry.time)
     }
 
-    /// Returns the number of stored entries.
+    /// Returns the number of entries that the allocated memory has room for.
     #[inline]
-    pub(crate) fn entry_count(&self) -> usize {
-        self.entries.len()
+    pub(crate) fn capacity(&self) -> usize {
+        self.entries.capacity()
+    }
+
+    /// Returns by how much to grow before units are spent now, if there is no room for an entry. A
+    /// log doubles, but not beyond the entries that its limit needs. The log must have been
+    /// advanced to `now`, because its older entries make room.
+    #[inline]
+    pub(crate) fn growth_for_spending(&self, quota: &Quota, now: u64) -> Option<LogGrowth> {
+        let len = self.entries.len();
+        if self.first > 0 || len < self.capacity() {
+            return None;
+        }
+        let is_merged = self.entries.back().is_some_and(|entry| entry.time == now);
+        if is_merged { None } else { Some(growth(len, quota)) }
+    }
+
+    /// Allocates memory for more entries.
+    pub(crate) fn reserve(&mut self, entries: usize) {
+        self.entries.reserve_exact(entries);
     }
 
     /// Returns the running total before the window.
@@ -125,6 +155,13 @@ impl SlidingLog {
             self.entries.shrink_to(2 * len);
         }
     }
+}
+
+#[cold]
+fn growth(len: usize, quota: &Quota) -> LogGrowth {
+    let limit = usize::try_from(quota.limit()).unwrap_or(usize::MAX);
+    let best = len.min(limit.saturating_sub(len)).max(MIN_GROWTH);
+    LogGrowth { least: best.min(4 * MIN_GROWTH + len / 64), best }
 }
 
 impl Counter for SlidingLog {

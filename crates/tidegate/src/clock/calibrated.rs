@@ -10,6 +10,11 @@
 //! earlier than a time that was returned before. Between threads, the time can step back by the
 //! latency of a cache miss, because a core reads its counter before it sees the write of another
 //! core; stores tolerate that.
+//!
+//! A suspended machine may go on counting while its monotonic clock stands still, and a virtual
+//! machine may migrate to a host with another counter. Therefore each sample is compared with the
+//! previous one: if the rate has changed, all samples are dropped, and the clock returns the
+//! monotonic time until it is calibrated again.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Mutex, PoisonError};
@@ -19,10 +24,15 @@ use std::time::Instant;
 const FRACTION_BITS: u32 = 10;
 /// Maximum age of an anchor.
 const MAX_ANCHOR_AGE: u64 = 1_000 << FRACTION_BITS;
+/// Maximum time by which an anchor is ahead of the monotonic clock.
+const MAX_LEAD: u64 = 10 << FRACTION_BITS;
 /// Time over which the rate is measured; a longer time would not improve it.
 const RATE_INTERVAL: u64 = 500_000 << FRACTION_BITS;
 /// A rate is used once its relative error is below 1 / `RATE_PRECISION`.
 const RATE_PRECISION: u64 = 4_096;
+/// A rate that differs by more than 1 / `MAX_RATE_CHANGE` from the one in use is that of another
+/// counter.
+const MAX_RATE_CHANGE: u64 = 100;
 /// The rate is lowered by 1 / `RATE_MARGIN`, because crystals warm up and clocks are slewed.
 const RATE_MARGIN: u64 = 32_768;
 
@@ -63,6 +73,8 @@ pub(super) struct HardwareClocks {
 struct Calibration {
     older: ClockSample,
     newer: ClockSample,
+    /// The last sample, and the rate in use since.
+    last: Option<(ClockSample, u64)>,
 }
 
 /// A simultaneous reading of both clocks: the monotonic clock was at `time` at some moment in the
@@ -94,7 +106,7 @@ impl<C: RawClocks> CalibratedClock<C> {
             anchor_ticks: AtomicU64::new(ticks),
             anchor_time: AtomicU64::new(start_time),
             rate: AtomicU64::new(0),
-            calibration: Mutex::new(Calibration { older: sample, newer: sample }),
+            calibration: Mutex::new(Calibration::new(sample)),
         }
     }
 
@@ -139,6 +151,10 @@ impl<C: RawClocks> CalibratedClock<C> {
         let is_first = sequence == 1;
         let time = if is_first { sample.time } else { sample.time.max(self.latest_returned()) };
         let Some(rate) = calibration.update(sample) else { return time };
+        if time - sample.time > MAX_LEAD {
+            // The monotonic clock catches up within the age of an anchor.
+            return time;
+        }
         self.anchor_ticks.store(sample.ticks, Ordering::Relaxed);
         self.anchor_time.store(time, Ordering::Relaxed);
         self.rate.store(rate, Ordering::Relaxed);
@@ -184,9 +200,17 @@ fn elapsed(from: u64, to: u64, rate: u64) -> u64 {
 }
 
 impl Calibration {
+    fn new(sample: ClockSample) -> Self {
+        Self { older: sample, newer: sample, last: None }
+    }
+
     /// Adds a sample. Returns a lower bound on the time per tick, times 2^32, or `None` if it is
     /// not precise enough yet.
     fn update(&mut self, now: ClockSample) -> Option<u64> {
+        if self.last.is_some_and(|(last, rate)| now.has_other_rate(last, rate)) {
+            *self = Self::new(now);
+            return None;
+        }
         let ticks = now.ticks.saturating_sub(self.older.ticks);
         let error = self.older.uncertainty + now.uncertainty;
         let time = now.time.saturating_sub(self.older.time);
@@ -194,9 +218,24 @@ impl Calibration {
         let rate = is_precise
             .then(|| (u128::from(time) << 32) / u128::from(ticks + error + ticks / RATE_MARGIN));
         if now.time.saturating_sub(self.newer.time) > RATE_INTERVAL {
-            *self = Self { older: self.newer, newer: now };
+            (self.older, self.newer) = (self.newer, now);
         }
-        rate.and_then(|rate| u64::try_from(rate).ok())
+        let rate = rate.and_then(|rate| u64::try_from(rate).ok())?;
+        self.last = Some((now, rate));
+        Some(rate)
+    }
+}
+
+impl ClockSample {
+    /// Returns whether the counter has surely not run at this rate since an earlier sample.
+    fn has_other_rate(self, earlier: Self, rate: u64) -> bool {
+        let time = u128::from(self.time.saturating_sub(earlier.time)) << 32;
+        let ticks = self.ticks.saturating_sub(earlier.ticks);
+        let error = self.uncertainty + earlier.uncertainty;
+        let time_of = |ticks: u64| u128::from(ticks) * u128::from(rate);
+        let (least, most) = (time_of(ticks.saturating_sub(error)), time_of(ticks + error));
+        let change = time / u128::from(MAX_RATE_CHANGE);
+        self.ticks < earlier.ticks || least > time + change || most + change < time
     }
 }
 
@@ -243,7 +282,9 @@ mod tests {
         /// Duration of a reading.
         read_time: Cell<u64>,
         /// Counter ticks per microsecond.
-        ticks_per_micro: u64,
+        ticks_per_micro: Cell<u64>,
+        /// Ticks that the counter is ahead, since its rate changed or the machine was suspended.
+        ticks_ahead: Cell<i64>,
         /// Maximum slew of the monotonic clock, in parts per million.
         slew_ppm: u64,
     }
@@ -257,7 +298,8 @@ mod tests {
 
     impl RawClocks for FakeClocks {
         fn ticks(&self) -> Option<u64> {
-            Some(self.read() * self.ticks_per_micro / 1_000)
+            let ticks = self.read() * self.ticks_per_micro.get() / 1_000;
+            Some(ticks.wrapping_add_signed(self.ticks_ahead.get()))
         }
 
         /// Slewed in every other tenth of a second.
@@ -277,7 +319,8 @@ mod tests {
             slew_ppm in 0..500_u64,
             pauses in prop::collection::vec((0..3_000_000_u64, 1..300_u64), 1..500),
         ) {
-            let clocks = FakeClocks { ticks_per_micro, slew_ppm, ..FakeClocks::default() };
+            let clocks = FakeClocks {
+                ticks_per_micro: Cell::new(ticks_per_micro), slew_ppm, ..FakeClocks::default() };
             let clock = CalibratedClock::with_clocks(clocks, START);
             let mut last = 0;
             for (pause, read_time) in pauses {
@@ -294,9 +337,59 @@ mod tests {
         }
     }
 
+    /// Runs a clock for two seconds before and after `change`, which happens within an anchor's
+    /// age. Returns the largest difference from the monotonic clock afterwards, in microseconds:
+    /// within the first two milliseconds, and later.
+    fn differences(ticks_per_micro: u64, change: impl FnOnce(&FakeClocks)) -> [u64; 2] {
+        let clocks =
+            FakeClocks { ticks_per_micro: Cell::new(ticks_per_micro), ..FakeClocks::default() };
+        let clock = CalibratedClock::with_clocks(clocks, START);
+        clock.clocks.read_time.set(20);
+        let mut last = 0;
+        let mut run_until = |nanos: u64| {
+            let mut largest = 0;
+            while clock.clocks.true_time.get() < nanos {
+                clock.clocks.true_time.set(clock.clocks.true_time.get() + 10_000);
+                let (now, exact) = (clock.now(), clock.monotonic() >> FRACTION_BITS);
+                assert!(now >= last, "{now} after {last}");
+                (largest, last) = (largest.max(now.abs_diff(exact)), now);
+            }
+            largest
+        };
+        assert!(run_until(2_000_000_000) <= 2);
+        change(&clock.clocks);
+        [run_until(2_002_000_000), run_until(4_000_000_000)]
+    }
+
+    #[test]
+    fn clock_does_not_stand_still_after_a_suspend() {
+        // The counter has run for an hour, or starts again at 0; the monotonic clock has not.
+        let hour = differences(3_000, |clocks| clocks.ticks_ahead.set(3_000 * 3_600_000_000));
+        assert!(hour[0] <= 1_000 && hour[1] <= 13, "{hour:?} µs");
+        let restarted = differences(3_000, |clocks| clocks.ticks_ahead.set(-3_000 * 2_000_000));
+        assert!(restarted[0] <= 1_000 && restarted[1] <= 13, "{restarted:?} µs");
+    }
+
+    #[test]
+    fn clock_is_not_ahead_after_a_migration_to_another_counter() {
+        for (before, after) in [(2_000, 2_200), (2_000, 4_000), (1_000, 5_000), (3_000, 2_000)] {
+            let [first, later] = differences(before, |clocks| {
+                let ticks = clocks.true_time.get() / 1_000;
+                let ahead = i64::try_from(ticks * before).expect("small")
+                    - i64::try_from(ticks * after).expect("small");
+                clocks.ticks_per_micro.set(after);
+                clocks.ticks_ahead.set(ahead);
+            });
+            assert!(
+                first <= 1_000 && later <= 13,
+                "{first} and {later} µs from {before} to {after}"
+            );
+        }
+    }
+
     #[test]
     fn clock_recalibrates_once_per_millisecond() {
-        let clocks = FakeClocks { ticks_per_micro: 3_000, ..FakeClocks::default() };
+        let clocks = FakeClocks { ticks_per_micro: Cell::new(3_000), ..FakeClocks::default() };
         let clock = CalibratedClock::with_clocks(clocks, START);
         clock.clocks.read_time.set(20);
         let mut anchors = 0;
@@ -335,7 +428,7 @@ mod tests {
             ticks: 3 * nanos,
             uncertainty: 300,
         };
-        let mut calibration = Calibration { older: sample(0), newer: sample(0) };
+        let mut calibration = Calibration::new(sample(0));
         assert_eq!(calibration.update(sample(10_000)), None, "ten microseconds are too short");
         let exact = (1_u64 << 32) * 1_024 / 3_000;
         for millis in [1, 10, 400, 700, 1_500, 100_000] {

@@ -7,19 +7,19 @@
 //! some nanoseconds, is the right lock.
 //!
 //! Decisions sweep expired keys in passing, some slots at a time; there is no background thread. A
-//! full store scans whole shards for expired keys, and else evicts a key that has not used up its
-//! quota. It rejects a new key if all keys that it looks at have.
+//! full store looks at samples of its keys, for an expired one, or else for one to evict that has
+//! not used up its quota. It rejects a new key if there is none among them.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::Ordering;
 
 use spin::mutex::SpinMutexGuard;
 
 pub use self::builder::Builder;
-use self::context::{ChargeContext, KeyReservation};
+use self::capacity::{Capacity, Reservation};
+use self::context::ChargeContext;
 use self::fingerprint::{Fingerprint, HashSecret};
 use self::shard::Shard;
-use self::state::{CounterKind, MAX_TIME, PackedState, StoredCounter};
+use self::state::{MAX_TIME, StoredCounter, Usage};
 use self::table::Table;
 use super::{Store, StoreError};
 use crate::action::Action;
@@ -31,7 +31,9 @@ use crate::limiter::Error;
 
 mod acquire;
 mod builder;
+mod capacity;
 mod context;
+mod eviction;
 pub(crate) mod fingerprint;
 mod group;
 mod logs;
@@ -42,10 +44,8 @@ mod table;
 /// Number of shards: enough that scanning one is fast even with millions of keys, and few enough
 /// that all shard headers stay in the L1 cache.
 const SHARDS: usize = 256;
-/// Approximate number of entries that a new key scans for an expired one when the store is full. In
-/// a larger store, a key can be rejected although another shard has an expired one; the next call
-/// continues the scan there.
-const MAX_EVICTION_SCAN: usize = 16_384;
+/// Size of an entry of a sliding log.
+const LOG_ENTRY_BYTES: usize = 16;
 
 /// Store that keeps its counts in the memory of this process.
 ///
@@ -56,11 +56,18 @@ const MAX_EVICTION_SCAN: usize = 16_384;
 /// A key takes 40 bytes, and that of a `sliding-log` also 16 bytes per request that counts.
 /// Expired keys are removed in passing.
 ///
-/// A full store makes room for a new key: it forgets a key that has not used up its quota, of a
-/// sample the one that expires first, and that key starts again with its whole quota. A flood of
-/// keys therefore neither locks out new clients nor frees a client that is at its limit. If all
-/// sampled keys are at their limit, the new one gets [`StoreError::Full`]. The entries of sliding
-/// logs have a limit of their own, by default 100 bytes for each key of the maximum.
+/// A full store makes room for a new key: it forgets a key that has not used up its quota, and that
+/// key starts again with its whole quota. Of a sample of keys, it is one of the policy with the
+/// most keys, with the least of its quota in use, and then with the oldest last request. A key at
+/// its limit, or whose last request was denied, is never forgotten before it expires. If there are
+/// only such keys, the new one gets [`StoreError::Full`].
+///
+/// Policies share the store: one policy alone gets up to 16/17 of it, and a policy takes room from
+/// those with more keys than its own. So a flood of keys on one policy neither frees a client at
+/// its limit nor empties the counts of another policy.
+///
+/// The entries of sliding logs have a [maximum of their own](Builder::max_log_bytes), shared alike.
+/// A charge whose log has no room gets [`StoreError::Full`], and nothing is forgotten.
 ///
 /// ```
 /// use tidegate::{Limiter, MemoryStore};
@@ -73,26 +80,7 @@ pub struct MemoryStore {
     shards: Box<[Shard; SHARDS]>,
     secret: &'static HashSecret,
     clock: StoreClock,
-    max_keys: usize,
-    /// Maximum number of log entries in a shard.
-    max_log_entries: usize,
-    keys: KeyStats,
-}
-
-/// State that inserts and removals of keys write, on cache lines apart from the fields that every
-/// decision reads.
-#[derive(Debug)]
-#[repr(align(128))]
-struct KeyStats {
-    count: AtomicUsize,
-    /// Lower bound on the expiry of all keys, which makes rejections by a full store cheap.
-    next_expiry: AtomicU64,
-    /// Shard at which the next eviction scan starts.
-    eviction_cursor: AtomicUsize,
-    /// Held during an eviction scan.
-    eviction: Mutex<()>,
-    /// Number of keys that were evicted although they still counted.
-    evicted: AtomicU64,
+    capacity: Capacity,
 }
 
 /// The clock of a store. The system clock, which nearly every store has, is called without dynamic
@@ -139,20 +127,33 @@ impl MemoryStore {
     /// the store, so it is cheap enough for a metric.
     #[must_use]
     pub fn keys(&self) -> usize {
-        self.keys.count.load(Ordering::Relaxed)
+        self.capacity.keys.taken()
     }
 
     /// Returns the maximum number of keys.
     #[must_use]
     pub fn max_keys(&self) -> usize {
-        self.max_keys
+        self.capacity.keys.max()
+    }
+
+    /// Returns the size of all entries of sliding logs, in bytes. It does not lock the store.
+    #[must_use]
+    pub fn log_bytes(&self) -> usize {
+        self.capacity.log_entries.taken() * LOG_ENTRY_BYTES
+    }
+
+    /// Returns the maximum size of all entries of sliding logs, in bytes. A limit needs 16 bytes
+    /// per unit for each key that uses it up, if every request costs one unit.
+    #[must_use]
+    pub fn max_log_bytes(&self) -> usize {
+        self.capacity.log_entries.max().saturating_mul(LOG_ENTRY_BYTES)
     }
 
     /// Returns the number of keys that a full store has forgotten although they still counted. If
     /// it grows, the store needs a higher maximum, or someone floods it with keys.
     #[must_use]
     pub fn evicted_keys(&self) -> u64 {
-        self.keys.evicted.load(Ordering::Relaxed)
+        self.capacity.evicted.load(Ordering::Relaxed)
     }
 
     /// Decides one charge, without `async`.
@@ -185,23 +186,17 @@ impl MemoryStore {
     #[cfg(feature = "resilience")]
     pub(crate) fn charge_if_present(&self, charge: &Charge<'_>) {
         let fingerprint = Fingerprint::of(charge, self.secret);
-        let shard = self.shard(fingerprint);
-        let mut table = shard.lock();
+        let mut table = self.shard(fingerprint).lock();
         if table.find(fingerprint).is_err() {
             return;
         }
         let now = self.clock.now();
-        let context = ChargeContext {
-            store: self,
-            shard,
-            action: Action::ChargeUpTo,
-            charge,
-            fingerprint,
-            now,
-            all_fit: true,
-        };
-        context.apply(&mut table, &mut KeyReservation::new(self));
-        self.sweep(&mut table, now);
+        let action = Action::ChargeUpTo;
+        let context =
+            ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
+        // Without room for a longer log, the units are not counted.
+        let _ = context.apply(&mut table, &mut Reservation::new(self));
+        table.sweep(now, &self.capacity);
     }
 
     /// Decides a charge that `check` validates, by the general arithmetic. An acquire of an existing
@@ -238,43 +233,47 @@ impl MemoryStore {
         check: impl FnOnce() -> Result<(), E>,
     ) -> Result<Decision, E> {
         let fingerprint = Fingerprint::of(charge, self.secret);
-        let shard = self.shard(fingerprint);
         // Read the clock before the lock, so that it overlaps with the computation of the
         // fingerprint.
         let mut now = self.clock.now();
-        let mut table = shard.lock();
-        if action == Action::Acquire
-            && charge.can_be_admitted()
-            && let Some((state, logs)) = table.get_mut(fingerprint, C::KIND)
-        {
+        let mut table = self.shard(fingerprint).lock();
+        'slow: {
+            if action != Action::Acquire || !charge.can_be_admitted() {
+                break 'slow;
+            }
+            let Some((state, logs)) = table.get_mut(fingerprint, C::KIND) else { break 'slow };
             let (quota, before) = (charge.quota(), *state);
             if before.is_ahead_of(now) {
                 // Another thread got the lock first. Under the lock, times are in the order of
                 // decisions.
                 now = self.clock.now();
             }
-            let mut counter = C::unpack(before, logs);
+            let mut counter = C::unpack(before, quota, logs);
             let plan = Plan::new(&mut counter, Action::Acquire, quota, now, charge.cost(), true);
+            if plan.spend > 0 && counter.growth(quota, now).is_some() {
+                counter.restore(before, logs);
+                break 'slow;
+            }
             // Keep the critical section short: if a copy is cheap, compute the decision from it
             // after the lock is released.
             let copy = counter.try_copy().ok_or_else(|| plan.decision(&counter, quota, now));
             if plan.written {
+                let allocated = counter.allocated();
                 counter.spend(quota, now, plan.spend);
-                *state = counter.pack(quota, Some(before), logs);
-                if state.may_expire_before(before) {
-                    self.lower_next_expiry(shard, state.expires_at());
-                }
+                let released = allocated - counter.allocated();
+                self.capacity.log_entries.release(fingerprint.policy_class(), released);
+                let usage = Usage::of(quota, plan.remaining_after());
+                *state = counter.pack(quota, usage, Some(before), logs);
             } else {
                 counter.restore(before, logs);
                 // The limit was lowered: the entry would expire before its bucket has drained.
                 if !before.lives_for(C::KIND, quota) {
                     *state = before.with_lifetime_for(C::KIND, quota);
                 }
+                // An acquire that spends nothing is denied.
+                state.mark_exhausted();
             }
-            self.sweep(&mut table, now);
-            if C::KIND == CounterKind::Log && table.logs.entry_count() > self.max_log_entries {
-                self.evict_logs(&mut table, fingerprint);
-            }
+            table.sweep(now, &self.capacity);
             drop(table);
             let decision =
                 copy.map_or_else(|decision| decision, |copy| plan.decision(&copy, quota, now));
@@ -293,121 +292,21 @@ impl MemoryStore {
         fingerprint: Fingerprint,
         mut table: SpinMutexGuard<'a, Table>,
     ) -> Result<Decision, StoreError> {
-        let shard = self.shard(fingerprint);
-        let mut reservation = KeyReservation::new(self);
+        let mut reservation = Reservation::new(self);
         loop {
             let now = self.clock.now();
-            let context = ChargeContext {
-                store: self,
-                shard,
-                action,
-                charge,
-                fingerprint,
-                now,
-                all_fit: true,
+            let context =
+                ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
+            let lack = match context.apply_as::<C>(&mut table, &mut reservation) {
+                Ok(decision) => {
+                    table.sweep(now, &self.capacity);
+                    return Ok(decision.into_decision(charge.quota(), Source::Store));
+                }
+                Err(lack) => lack,
             };
-            if let Some(decision) = context.apply_as::<C>(&mut table, &mut reservation) {
-                self.sweep(&mut table, now);
-                if table.logs.entry_count() > self.max_log_entries {
-                    self.evict_logs(&mut table, fingerprint);
-                }
-                return Ok(decision.into_decision(charge.quota(), Source::Store));
-            }
             drop(table);
-            self.make_room(now, 1)?;
-            table = shard.lock();
-        }
-    }
-
-    /// Lowers the bounds on the next expiry to `expires_at`. The shard's bound goes first: an
-    /// eviction scan resets the store's bound before it reads the shards, so it either sees the new
-    /// bound of the shard, or its own result is lowered afterwards.
-    fn lower_next_expiry(&self, shard: &Shard, expires_at: u64) {
-        shard.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
-        self.keys.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
-    }
-
-    /// Evicts keys to make room for `new_keys`. The caller must not hold any shard lock.
-    fn make_room(&self, now: u64, new_keys: usize) -> Result<(), StoreError> {
-        // One scan at a time: during a scan the bound on the next expiry is incomplete.
-        let _eviction = self.keys.eviction.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.keys() + new_keys <= self.max_keys {
-            return Ok(());
-        }
-        let can_fit = new_keys <= self.max_keys;
-        if can_fit && (self.evict_expired(now) || self.evict_unexhausted(new_keys)) {
-            return Ok(());
-        }
-        Err(StoreError::Full { cap: self.max_keys })
-    }
-
-    /// Evicts keys that have not used up their quota, nearest to their expiry. Returns whether
-    /// there is room for `new_keys`.
-    fn evict_unexhausted(&self, new_keys: usize) -> bool {
-        let mut total_scanned = 0;
-        while total_scanned < MAX_EVICTION_SCAN {
-            let index = self.keys.eviction_cursor.fetch_add(1, Ordering::Relaxed) % SHARDS;
-            let (scanned, removed) = self.shards[index].evict();
-            // An empty shard counts too, so that the loop ends.
-            total_scanned += scanned.max(1);
-            self.record_evicted(removed);
-            if self.keys() + new_keys <= self.max_keys {
-                return true;
-            }
-        }
-        false
-    }
-
-    fn record_evicted(&self, removed: usize) {
-        self.keys.count.fetch_sub(removed, Ordering::Relaxed);
-        self.keys.evicted.fetch_add(u64::try_from(removed).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-
-    /// Evicts logs of a shard that has too many entries, except for the one just written.
-    #[cold]
-    #[inline(never)]
-    fn evict_logs(&self, table: &mut Table, written: Fingerprint) {
-        let written = table.find(written).map(|at| table.state(at)).ok();
-        let is_other_log =
-            |state: PackedState| state.is_of(CounterKind::Log) && Some(state) != written;
-        let (_, removed) = table.evict(is_other_log);
-        self.record_evicted(removed);
-    }
-
-    /// Evicts expired keys. Returns whether there were any.
-    fn evict_expired(&self, now: u64) -> bool {
-        if self.keys.next_expiry.load(Ordering::SeqCst) > now {
-            return false;
-        }
-        // Reset the bound before the scan, so that concurrent inserts lower it again.
-        self.keys.next_expiry.store(u64::MAX, Ordering::SeqCst);
-        let mut has_room = false;
-        let mut bound = u64::MAX;
-        let mut total_scanned = 0;
-        for _ in 0..SHARDS {
-            let index = self.keys.eviction_cursor.fetch_add(1, Ordering::Relaxed) % SHARDS;
-            let shard = &self.shards[index];
-            if shard.next_expiry.load(Ordering::SeqCst) <= now {
-                let (scanned, removed) = shard.remove_expired(now);
-                total_scanned += scanned;
-                if removed > 0 || total_scanned > MAX_EVICTION_SCAN {
-                    self.keys.count.fetch_sub(removed, Ordering::Relaxed);
-                    has_room = removed > 0;
-                    bound = now;
-                    break;
-                }
-            }
-            bound = bound.min(shard.next_expiry.load(Ordering::SeqCst));
-        }
-        self.keys.next_expiry.fetch_min(bound, Ordering::SeqCst);
-        has_room
-    }
-
-    #[inline]
-    fn sweep(&self, table: &mut Table, now: u64) {
-        let removed = table.sweep(now);
-        if removed > 0 {
-            self.keys.count.fetch_sub(removed, Ordering::Relaxed);
+            self.make_room(fingerprint, lack, now, &mut reservation)?;
+            table = self.shard(fingerprint).lock();
         }
     }
 
@@ -461,34 +360,4 @@ impl Store for MemoryStore {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::quota::Quota;
-
-    #[test]
-    fn entries_of_logs_are_bounded_and_no_exhausted_log_is_evicted() {
-        let mut store = MemoryStore::new();
-        store.max_log_entries = 100;
-        let now = |key: &str, quota: &Quota| {
-            store.decide_now(Action::Acquire, &Charge::new(key, quota)).expect("decided").allowed
-        };
-        let day = Duration::from_secs(86_400);
-        let quota = Quota::sliding_log(50, day).expect("valid");
-        let small = Quota::sliding_log(3, day).expect("valid");
-        assert!((0..3).all(|_| now("victim", &small)));
-        for round in 0..40 {
-            for key in 0..2_000 {
-                // Entries of one microsecond would be one entry.
-                let _ = (now(&format!("key-{key}"), &quota), round);
-            }
-        }
-        for shard in store.shards.iter() {
-            let entries = shard.lock().logs.entry_count();
-            assert!(entries <= 100 + 1, "{entries} entries in a shard");
-        }
-        assert!(store.evicted_keys() > 0);
-        assert!(!now("victim", &small), "the log at its limit is still there");
-    }
-}
+mod tests;

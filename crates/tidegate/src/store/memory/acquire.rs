@@ -6,6 +6,7 @@ use spin::mutex::SpinMutexGuard;
 
 use super::MemoryStore;
 use super::fingerprint::{Fingerprint, PolicyRef};
+use super::state::Usage;
 use super::table::Table;
 use crate::action::Action;
 use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, NarrowLevel};
@@ -77,14 +78,16 @@ impl MemoryStore {
             }
             let Some(before) = narrow.level(stored, now - time) else { break 'general };
             let Some(after) = narrow.spend(before, cost) else {
-                self.sweep(&mut table, now);
+                state.mark_exhausted();
+                table.sweep(now, &self.capacity);
                 drop(table);
                 return Ok(denied(quota, cost, before));
             };
-            state.set_bucket(now, after.0, narrow.is_full(after), template);
-            self.sweep(&mut table, now);
+            let remaining = narrow.remaining_above(after);
+            state.set_bucket(now, after.0, Usage::of(quota, remaining), template);
+            table.sweep(now, &self.capacity);
             drop(table);
-            return Ok(allowed(quota, cost, after));
+            return Ok(allowed(quota, cost, after, remaining));
         }
         by_field(self.acquire_slow(key, quota, cost, policy.name(), fingerprint, table))
     }
@@ -118,9 +121,9 @@ fn by_field(result: Result<Decision, Error>) -> Result<Decision, Error> {
 
 /// Returns the decision that has led to this level.
 #[inline]
-fn allowed(quota: &Quota, cost: u64, level: NarrowLevel) -> Decision {
+fn allowed(quota: &Quota, cost: u64, level: NarrowLevel, remaining: u64) -> Decision {
     let narrow = quota.narrow();
-    let mut decision = Decision::allow(narrow.burst(), narrow.remaining_above(level))
+    let mut decision = Decision::allow(narrow.burst(), remaining)
         .with_reset_after(Duration::from_micros(narrow.drain_time(level)));
     if quota.algorithm() == Algorithm::LeakyBucket {
         decision.delay = Duration::from_micros(narrow.delay(level, cost));

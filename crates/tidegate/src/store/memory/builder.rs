@@ -1,14 +1,14 @@
 //! [`Builder`]: the options of a [`MemoryStore`].
 
-use std::sync::atomic::{AtomicU64, AtomicUsize};
-
+use super::capacity::Capacity;
 use super::fingerprint::HashSecret;
 use super::shard::Shard;
-use super::{KeyStats, MemoryStore, SHARDS, StoreClock};
+use super::{LOG_ENTRY_BYTES, MemoryStore, StoreClock};
 use crate::clock::{Clock, SystemClock};
 
-const LOG_ENTRY_BYTES: usize = 16;
-const MIN_LOG_ENTRIES: usize = 10_000;
+/// The default maximum of log bytes for each key, and at least.
+const LOG_BYTES_PER_KEY: usize = 100;
+const MIN_DEFAULT_LOG_BYTES: usize = 32 << 20;
 
 /// Options of a [`MemoryStore`], made by [`MemoryStore::builder`].
 ///
@@ -40,16 +40,21 @@ impl Builder {
 
     /// Sets the maximum number of keys; the default is 10,000,000. A full store evicts a key for
     /// each new one: an expired key, or else one that has not used up its quota. If it finds none,
-    /// it returns [`StoreError::Full`](crate::StoreError::Full).
+    /// it returns [`StoreError::Full`](crate::StoreError::Full). One policy alone takes up to 16/17
+    /// of the maximum; the rest is for others.
     #[must_use]
     pub fn max_keys(mut self, max_keys: usize) -> Self {
         self.max_keys = max_keys;
         self
     }
 
-    /// Sets the maximum size of all sliding logs, which take 16 bytes per request that counts; the
-    /// default is 100 bytes for each key of [`max_keys`](Self::max_keys). Beyond it, logs that have
-    /// not used up their quota are evicted.
+    /// Sets the maximum size of the entries of all sliding logs; the default is 100 bytes for each
+    /// key of [`max_keys`](Self::max_keys), and at least 32 MiB. A log takes 16 bytes per request
+    /// that counts, and up to twice that while it grows, but no more than its limit needs.
+    ///
+    /// Beyond the maximum, logs that have not used up their quota are evicted, as keys are. If that
+    /// does not make room, the charge gets [`StoreError::Full`](crate::StoreError::Full): a limit
+    /// whose log does not fit is never exceeded, but it is not reached, either.
     #[must_use]
     pub fn max_log_bytes(mut self, max_log_bytes: usize) -> Self {
         self.max_log_bytes = Some(max_log_bytes);
@@ -59,29 +64,16 @@ impl Builder {
     /// Builds the store.
     #[must_use]
     pub fn build(self) -> MemoryStore {
-        let max_log_entries = self.max_log_entries();
+        let max_log_bytes = self.max_log_bytes.unwrap_or_else(|| {
+            self.max_keys.saturating_mul(LOG_BYTES_PER_KEY).max(MIN_DEFAULT_LOG_BYTES)
+        });
         MemoryStore {
             shards: Box::new(std::array::from_fn(|_| Shard::default())),
             secret: HashSecret::global(),
             clock: self
                 .clock
                 .map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Custom),
-            max_keys: self.max_keys,
-            max_log_entries,
-            keys: KeyStats {
-                count: AtomicUsize::new(0),
-                next_expiry: AtomicU64::new(u64::MAX),
-                eviction_cursor: AtomicUsize::new(0),
-                eviction: std::sync::Mutex::new(()),
-                evicted: AtomicU64::new(0),
-            },
+            capacity: Capacity::new(self.max_keys, max_log_bytes / LOG_ENTRY_BYTES),
         }
-    }
-
-    /// Returns the maximum number of log entries in a shard. Each shard has at least the largest
-    /// log that is usual, because keys are not spread evenly.
-    fn max_log_entries(&self) -> usize {
-        let bytes = self.max_log_bytes.unwrap_or_else(|| self.max_keys.saturating_mul(100));
-        (bytes / LOG_ENTRY_BYTES / SHARDS).max(MIN_LOG_ENTRIES)
     }
 }

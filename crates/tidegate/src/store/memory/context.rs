@@ -1,13 +1,10 @@
-//! [`ChargeContext`]: one charge applied to its locked table, and [`KeyReservation`]: room for new
-//! keys.
-
-use std::sync::atomic::Ordering;
+//! [`ChargeContext`]: one charge applied to its locked table.
 
 use super::MemoryStore;
-use super::fingerprint::Fingerprint;
+use super::capacity::{Lack, Reservation};
+use super::fingerprint::{Fingerprint, PolicyClass};
 use super::logs::Logs;
-use super::shard::Shard;
-use super::state::{CounterKind, PackedState, StoredCounter};
+use super::state::{CounterKind, PackedState, StoredCounter, Usage};
 use super::table::Table;
 use crate::action::Action;
 use crate::algorithm::{
@@ -18,7 +15,6 @@ use crate::charge::Charge;
 /// A charge and everything that is needed to apply it to its locked table.
 pub(super) struct ChargeContext<'a> {
     pub(super) store: &'a MemoryStore,
-    pub(super) shard: &'a Shard,
     pub(super) action: Action,
     pub(super) charge: &'a Charge<'a>,
     pub(super) fingerprint: Fingerprint,
@@ -36,10 +32,17 @@ struct AnotherCounter {
     reset_after: u64,
 }
 
+/// Whether the units of a charge can be spent.
+pub(super) struct Fit {
+    pub(super) fits: bool,
+    /// Number of entries that its log has to grow by before that.
+    pub(super) log_growth: usize,
+}
+
 impl ChargeContext<'_> {
     /// Returns whether the units can be spent.
     #[inline]
-    pub(super) fn fits(self, table: &mut Table) -> bool {
+    pub(super) fn fits(self, table: &mut Table) -> Fit {
         match self.charge.quota().algorithm() {
             Algorithm::SlidingLog => self.fits_as::<SlidingLog>(table),
             Algorithm::SlidingCounter => self.fits_as::<SlidingCounter>(table),
@@ -48,31 +51,32 @@ impl ChargeContext<'_> {
         }
     }
 
-    fn fits_as<C: StoredCounter>(self, table: &mut Table) -> bool {
-        let Ok(at) = table.find(self.fingerprint) else { return true };
+    fn fits_as<C: StoredCounter>(self, table: &mut Table) -> Fit {
+        let (quota, cost) = (self.charge.quota(), self.charge.cost());
+        let growth = |counter: &C| counter.growth(quota, self.now).map_or(0, |growth| growth.least);
+        let Ok(at) = table.find(self.fingerprint) else {
+            return Fit { fits: true, log_growth: growth(&C::default()) };
+        };
         let state = table.state(at);
         if !state.is_of(C::KIND) {
             let another = self.another(state, &mut table.logs);
-            let mut counter = self.taken_over::<C>(&another);
-            return algorithm::fits(
-                &mut counter,
-                self.charge.quota(),
-                self.now,
-                self.charge.cost(),
-            );
+            let mut counter = self.taken_over(C::default(), &another);
+            let fits = algorithm::fits(&mut counter, quota, self.now, cost);
+            return Fit { fits, log_growth: growth(&C::default()) };
         }
-        let mut counter = C::unpack(state, &mut table.logs);
-        let fits = algorithm::fits(&mut counter, self.charge.quota(), self.now, self.charge.cost());
+        let mut counter = C::unpack(state, quota, &mut table.logs);
+        let fits = algorithm::fits(&mut counter, quota, self.now, cost);
+        let log_growth = growth(&counter);
         counter.restore(state, &mut table.logs);
-        fits
+        Fit { fits, log_growth }
     }
 
-    /// Applies the action. Returns `None` if the store has no room for a new key.
+    /// Applies the action, or returns the room that it lacks.
     pub(super) fn apply(
         self,
         table: &mut Table,
-        reservation: &mut KeyReservation<'_>,
-    ) -> Option<RawDecision> {
+        reservation: &mut Reservation<'_>,
+    ) -> Result<RawDecision, Lack> {
         match self.charge.quota().algorithm() {
             Algorithm::SlidingLog => self.apply_as::<SlidingLog>(table, reservation),
             Algorithm::SlidingCounter => self.apply_as::<SlidingCounter>(table, reservation),
@@ -86,49 +90,96 @@ impl ChargeContext<'_> {
     pub(super) fn apply_as<C: StoredCounter>(
         self,
         table: &mut Table,
-        reservation: &mut KeyReservation<'_>,
-    ) -> Option<RawDecision> {
+        reservation: &mut Reservation<'_>,
+    ) -> Result<RawDecision, Lack> {
         let quota = self.charge.quota();
         let found = table.find(self.fingerprint);
         if self.action == Action::Reset {
             if let Ok(at) = found {
-                self.remove(table, at);
+                self.store.capacity.release(table.remove(at));
             }
-            return Some(RawDecision::untouched(quota));
+            return Ok(RawDecision::untouched(quota));
         }
         let at = match found {
             Ok(at) if table.state(at).is_of(C::KIND) => {
-                return Some(self.apply_to_existing::<C>(table, at));
+                return self.apply_to_existing::<C>(table, at, reservation);
             }
-            Ok(at) => return Some(self.apply_to_another::<C>(table, at)),
+            Ok(at) => return self.apply_to_another::<C>(table, at, reservation),
             Err(at) => at,
         };
         let mut counter = C::default();
+        self.grow_log(&mut counter, reservation)?;
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
-        let decision = Some(applied.decision);
         if !applied.written || counter.is_empty() {
-            return decision;
+            return Ok(applied.decision);
         }
-        if !reservation.reserve(1) {
-            return None;
+        let lack = Lack::Keys(1);
+        if !reservation.reserve(self.class(), lack) {
+            return Err(lack);
         }
-        reservation.use_one();
-        let state = counter.pack(quota, None, &mut table.logs);
-        self.store.lower_next_expiry(self.shard, state.expires_at());
+        reservation.use_key(self.class());
+        reservation.resize_log(self.class(), 0, counter.allocated());
+        let state = counter.pack(quota, self.usage(&applied.decision), None, &mut table.logs);
         table.insert(at, self.fingerprint, state);
-        decision
+        Ok(applied.decision)
+    }
+
+    fn class(&self) -> PolicyClass {
+        self.fingerprint.policy_class()
+    }
+
+    /// Returns the usage after a decision. A denial makes a counter exhausted, even if there are
+    /// units left for a smaller cost.
+    fn usage(&self, decision: &RawDecision) -> Usage {
+        Usage::of(self.charge.quota(), if decision.allowed { decision.remaining } else { 0 })
+    }
+
+    /// Grows the log of a counter that has no room for the units that the action spends.
+    fn grow_log<C: StoredCounter>(
+        &self,
+        counter: &mut C,
+        reservation: &mut Reservation<'_>,
+    ) -> Result<(), Lack> {
+        let quota = self.charge.quota();
+        if C::KIND != CounterKind::Log {
+            return Ok(());
+        }
+        counter.advance_to(quota, self.now);
+        let remaining = counter.remaining(quota);
+        let spends = match self.action {
+            Action::Acquire if self.charge.cost() > remaining => quota.count_denied(),
+            Action::Acquire => self.all_fit,
+            Action::ChargeUpTo => remaining > 0,
+            Action::Report => true,
+            Action::Peek | Action::Refund | Action::Reset => false,
+        };
+        if spends && let Some(growth) = counter.growth(quota, self.now) {
+            counter.grow(reservation.reserve_growth(self.class(), growth)?);
+        }
+        Ok(())
     }
 
     /// Applies the action, which is not a reset, to an existing key.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
-    fn apply_to_existing<C: StoredCounter>(&self, table: &mut Table, at: usize) -> RawDecision {
+    fn apply_to_existing<C: StoredCounter>(
+        &self,
+        table: &mut Table,
+        at: usize,
+        reservation: &mut Reservation<'_>,
+    ) -> Result<RawDecision, Lack> {
         let quota = self.charge.quota();
         let before = table.state(at);
-        let mut counter = C::unpack(before, &mut table.logs);
+        let mut counter = C::unpack(before, quota, &mut table.logs);
+        let allocated = counter.allocated();
+        if let Err(lack) = self.grow_log(&mut counter, reservation) {
+            counter.restore(before, &mut table.logs);
+            return Err(lack);
+        }
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
+        reservation.resize_log(self.class(), allocated, counter.allocated());
         if !applied.written {
             counter.restore(before, &mut table.logs);
             if matches!(self.action, Action::Acquire | Action::ChargeUpTo | Action::Report) {
@@ -137,59 +188,75 @@ impl ChargeContext<'_> {
                     table.set(at, before.with_lifetime_for(C::KIND, quota));
                 }
             }
-        } else if counter.is_empty() {
-            self.remove(table, at);
-        } else {
-            let state = counter.pack(quota, Some(before), &mut table.logs);
-            if state.may_expire_before(before) {
-                self.store.lower_next_expiry(self.shard, state.expires_at());
-            }
+            self.mark_denied(table, at, &applied.decision);
+            return Ok(applied.decision);
+        }
+        let (is_empty, usage) = (counter.is_empty(), self.usage(&applied.decision));
+        let state = counter.pack(quota, usage, Some(before), &mut table.logs);
+        table.set(at, state);
+        if is_empty {
+            self.store.capacity.release(table.remove(at));
+        }
+        Ok(applied.decision)
+    }
+
+    /// Marks a key whose acquire was denied, so that it is not evicted.
+    fn mark_denied(&self, table: &mut Table, at: usize, decision: &RawDecision) {
+        if self.action == Action::Acquire && !decision.allowed {
+            let mut state = table.state(at);
+            state.mark_exhausted();
             table.set(at, state);
         }
-        applied.decision
     }
 
     /// Applies the action, which is not a reset, to a key whose policy had another algorithm.
     #[cold]
-    fn apply_to_another<C: StoredCounter>(&self, table: &mut Table, at: usize) -> RawDecision {
+    fn apply_to_another<C: StoredCounter>(
+        &self,
+        table: &mut Table,
+        at: usize,
+        reservation: &mut Reservation<'_>,
+    ) -> Result<RawDecision, Lack> {
         let quota = self.charge.quota();
         let before = table.state(at);
         let another = self.another(before, &mut table.logs);
-        let mut counter = self.taken_over::<C>(&another);
+        let mut counter = C::default();
+        self.grow_log(&mut counter, reservation)?;
+        let mut counter = self.taken_over(counter, &another);
         let reset_after = another.reset_after;
         if self.action == Action::Refund {
             // The units have lost their times, so none are returned.
             let remaining = counter.remaining(quota);
-            return RawDecision { remaining, reset_after, ..RawDecision::untouched(quota) };
+            return Ok(RawDecision { remaining, reset_after, ..RawDecision::untouched(quota) });
         }
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
         let decision = applied.decision;
         if applied.written {
-            table.logs.remove(before);
-            let state = counter.pack(quota, None, &mut table.logs);
-            self.store.lower_next_expiry(self.shard, state.expires_at());
+            let replaced = table.logs.remove(before);
+            reservation.resize_log(self.class(), replaced, counter.allocated());
+            let state = counter.pack(quota, self.usage(&decision), None, &mut table.logs);
             table.set(at, state);
-            return decision;
+            return Ok(decision);
         }
+        self.mark_denied(table, at, &decision);
         if self.action == Action::Peek && decision.allowed && self.all_fit && self.charge.cost() > 0
         {
             // The state after this charge.
-            return decision;
+            return Ok(decision);
         }
         // Nothing is spent, so the times are those of the other algorithm.
         if decision.allowed {
-            return RawDecision { reset_after, ..decision };
+            return Ok(RawDecision { reset_after, ..decision });
         }
         let retry_after = another.retry_after;
         // A cache of denials derives the level of a bucket from this, which must not be too high.
         let reset_after = if C::KIND == CounterKind::Bucket { retry_after } else { reset_after };
-        RawDecision { retry_after, reset_after, ..decision }
+        Ok(RawDecision { retry_after, reset_after, ..decision })
     }
 
-    /// Returns a counter with the units that another algorithm has in use: they count as used now.
-    fn taken_over<C: StoredCounter>(&self, another: &AnotherCounter) -> C {
-        let mut counter = C::default();
+    /// Adds the units that another algorithm has in use to a new counter: they count as used now.
+    fn taken_over<C: StoredCounter>(&self, mut counter: C, another: &AnotherCounter) -> C {
         counter.advance_to(self.charge.quota(), self.now);
         if another.units > 0 {
             counter.spend(self.charge.quota(), self.now, another.units);
@@ -209,11 +276,13 @@ impl ChargeContext<'_> {
     fn another_as<O: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> AnotherCounter {
         let quota = self.charge.quota();
         let capacity = if O::KIND == CounterKind::Bucket { quota.burst() } else { quota.limit() };
-        let mut counter = O::unpack(state, logs);
+        let mut counter = O::unpack(state, quota, logs);
         counter.advance_to(quota, self.now);
         let remaining = counter.remaining(quota);
+        // A report waits for one unit, whatever it has recorded.
+        let cost = if self.action == Action::Report { 1 } else { self.charge.cost() };
         // It has room for this charge once it has room for this many units.
-        let cost = (self.charge.cost() + capacity).saturating_sub(quota.burst());
+        let cost = (cost + capacity).saturating_sub(quota.burst());
         let retry_after = if cost > remaining && cost <= capacity {
             counter.wait_for(quota, self.now, cost)
         } else {
@@ -226,51 +295,5 @@ impl ChargeContext<'_> {
         };
         counter.restore(state, logs);
         another
-    }
-
-    fn remove(&self, table: &mut Table, at: usize) {
-        table.remove(at);
-        self.store.keys.count.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Room for new keys, counted against the maximum before they are inserted. Unused room is released
-/// on drop.
-pub(super) struct KeyReservation<'a> {
-    store: &'a MemoryStore,
-    reserved: usize,
-}
-
-impl<'a> KeyReservation<'a> {
-    pub(super) fn new(store: &'a MemoryStore) -> Self {
-        Self { store, reserved: 0 }
-    }
-
-    /// Grows the reservation to this many keys. Returns false if the store is full.
-    pub(super) fn reserve(&mut self, keys: usize) -> bool {
-        let Some(more) = keys.checked_sub(self.reserved).filter(|more| *more > 0) else {
-            return true;
-        };
-        let max_keys = self.store.max_keys;
-        let grow = |count: usize| count.checked_add(more).filter(|count| *count <= max_keys);
-        let is_reserved =
-            self.store.keys.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok();
-        if is_reserved {
-            self.reserved = keys;
-        }
-        is_reserved
-    }
-
-    /// Uses the room for one key.
-    fn use_one(&mut self) {
-        self.reserved -= 1;
-    }
-}
-
-impl Drop for KeyReservation<'_> {
-    fn drop(&mut self) {
-        if self.reserved > 0 {
-            self.store.keys.count.fetch_sub(self.reserved, Ordering::Relaxed);
-        }
     }
 }

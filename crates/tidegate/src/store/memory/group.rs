@@ -1,6 +1,7 @@
 //! Decisions on several charges at once, with the shards of all keys locked.
 
-use super::context::{ChargeContext, KeyReservation};
+use super::capacity::{Lack, Reservation};
+use super::context::ChargeContext;
 use super::fingerprint::Fingerprint;
 use super::shard::LockedShards;
 use super::{MemoryStore, SHARDS};
@@ -18,49 +19,68 @@ impl MemoryStore {
     ) -> Result<Vec<Decision>, StoreError> {
         let fingerprints: Vec<Fingerprint> =
             charges.iter().map(|charge| Fingerprint::of(charge, self.secret)).collect();
-        let mut reservation = KeyReservation::new(self);
+        let mut reservation = Reservation::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
             let now = self.clock.now();
-            let context = |charge, fingerprint: Fingerprint, all_fit| {
-                let shard = self.shard(fingerprint);
-                ChargeContext { store: self, shard, action, charge, fingerprint, now, all_fit }
+            let context = |charge, fingerprint: Fingerprint, all_fit| ChargeContext {
+                store: self,
+                action,
+                charge,
+                fingerprint,
+                now,
+                all_fit,
             };
             let is_all_or_nothing = matches!(action, Action::Acquire | Action::Peek);
-            let mut all_fit = true;
-            let mut new_keys = 0;
+            let (mut all_fit, mut new_keys) = (true, 0);
+            // Entries that logs have to grow by: if all charges fit, and because denials count.
+            let (mut growth, mut growth_of_denials) = (0, 0);
+            // Of the keys that need room, one of the policy that has taken the most.
+            let mut needs_room: Option<Fingerprint> = None;
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
-                new_keys += usize::from(table.find(fingerprint).is_err());
-                all_fit &= !is_all_or_nothing || context(charge, fingerprint, true).fits(table);
+                let is_new = table.find(fingerprint).is_err();
+                let fit = context(charge, fingerprint, true).fits(table);
+                if fit.fits || !is_all_or_nothing {
+                    growth += fit.log_growth;
+                } else {
+                    all_fit = false;
+                    growth_of_denials +=
+                        fit.log_growth * usize::from(charge.quota().count_denied());
+                }
+                new_keys += usize::from(is_new);
+                if is_new || fit.log_growth > 0 {
+                    let taken = |key: &Fingerprint| self.capacity.keys.taken_by(key.policy_class());
+                    needs_room = needs_room.into_iter().chain([fingerprint]).max_by_key(taken);
+                }
             }
-            // Reserve room for all new keys before anything is written.
+            // Reserve all room before anything is written.
             if matches!(action, Action::Acquire | Action::ChargeUpTo | Action::Report)
-                && all_fit
-                && !reservation.reserve(new_keys)
+                && let Some(fingerprint) = needs_room
             {
-                drop(locked);
-                self.make_room(now, new_keys)?;
-                continue;
+                let (keys, growth) = if all_fit { (new_keys, growth) } else { (0, 0) };
+                let lacks = [Lack::Keys(keys), Lack::LogEntries(growth + growth_of_denials)];
+                let class = fingerprint.policy_class();
+                if let Some(lack) =
+                    lacks.into_iter().find(|lack| !reservation.reserve(class, *lack))
+                {
+                    drop(locked);
+                    self.make_room(fingerprint, lack, now, &mut reservation)?;
+                    continue;
+                }
             }
             let mut decisions = Vec::with_capacity(charges.len());
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
                 let decision = context(charge, fingerprint, all_fit).apply(table, &mut reservation);
-                // Without room for a new key, start again.
-                let Some(decision) = decision else { break };
+                // The reservation has room for everything.
+                let Ok(decision) = decision else { break };
                 decisions.push(decision.into_decision(charge.quota(), Source::Store));
             }
             if decisions.len() == charges.len() {
                 // Sweep last: a later charge relies on the entries that the first pass has seen.
                 for (_, table) in &mut locked.0 {
-                    self.sweep(table, now);
-                }
-                for &fingerprint in &fingerprints {
-                    let table = locked.table(fingerprint);
-                    if table.logs.entry_count() > self.max_log_entries {
-                        self.evict_logs(table, fingerprint);
-                    }
+                    table.sweep(now, &self.capacity);
                 }
                 return Ok(decisions);
             }

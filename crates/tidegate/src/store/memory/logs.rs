@@ -11,23 +11,21 @@ pub(super) struct Logs(Option<Box<LogSlab>>);
 struct LogSlab {
     logs: Vec<SlidingLog>,
     free: Vec<u32>,
-    /// Number of entries of all logs.
-    entries: usize,
 }
 
 impl Logs {
-    /// Drops the log of a removed key.
-    pub(super) fn remove(&mut self, state: PackedState) {
-        if state.is_of(CounterKind::Log)
-            && let Some(slab) = &mut self.0
-        {
-            let removed = std::mem::take(&mut slab.logs[state.log_index() as usize]);
-            slab.entries -= removed.entry_count();
-            slab.free.push(state.log_index());
-            if slab.free.len() == slab.logs.len() {
-                self.0 = None;
-            }
+    /// Drops the log of a removed key, if it has one. Returns the number of entries that its memory
+    /// had room for.
+    pub(super) fn remove(&mut self, state: PackedState) -> usize {
+        let Some(slab) = self.0.as_mut().filter(|_| state.is_of(CounterKind::Log)) else {
+            return 0;
+        };
+        let removed = std::mem::take(&mut slab.logs[state.log_index() as usize]);
+        slab.free.push(state.log_index());
+        if slab.free.len() == slab.logs.len() {
+            self.0 = None;
         }
+        removed.capacity()
     }
 
     /// Returns whether most of the slab is free, so that [compacting](Self::move_to) it pays off.
@@ -45,6 +43,12 @@ impl Logs {
         state.with_log_index(index)
     }
 
+    /// Returns the number of entries that the memory of all logs has room for.
+    #[cfg(test)]
+    pub(super) fn allocated(&self) -> usize {
+        self.0.iter().flat_map(|slab| &slab.logs).map(SlidingLog::capacity).sum()
+    }
+
     pub(super) fn allocate(&mut self) -> u32 {
         let slab = self.0.get_or_insert_default();
         slab.free.pop().unwrap_or_else(|| {
@@ -56,21 +60,12 @@ impl Logs {
 
     pub(super) fn take(&mut self, index: u32) -> SlidingLog {
         let Some(slab) = &mut self.0 else { return SlidingLog::default() };
-        let log = std::mem::take(&mut slab.logs[index as usize]);
-        slab.entries -= log.entry_count();
-        log
+        std::mem::take(&mut slab.logs[index as usize])
     }
 
     pub(super) fn put(&mut self, index: u32, log: SlidingLog) {
         if let Some(slab) = &mut self.0 {
-            slab.entries += log.entry_count();
             slab.logs[index as usize] = log;
         }
-    }
-
-    /// Returns the number of entries of all logs, 16 bytes each.
-    #[inline]
-    pub(super) fn entry_count(&self) -> usize {
-        self.0.as_ref().map_or(0, |slab| slab.entries)
     }
 }

@@ -1,6 +1,5 @@
 //! [`Shard`]: a table behind its lock.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use spin::mutex::{SpinMutex, SpinMutexGuard};
@@ -17,21 +16,13 @@ const SLEEP_INTERVAL: Duration = Duration::from_micros(50);
 
 /// A table behind its lock. It has its own cache line, so that shards do not slow each other down
 /// by false sharing.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(align(64))]
 pub(super) struct Shard {
     table: SpinMutex<Table>,
-    /// Lower bound on the expiry of all keys in the shard: may be too early, never too late.
-    pub(super) next_expiry: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Shard>() == 64);
-
-impl Default for Shard {
-    fn default() -> Self {
-        Self { table: SpinMutex::default(), next_expiry: AtomicU64::new(u64::MAX) }
-    }
-}
 
 impl Shard {
     #[inline]
@@ -67,20 +58,6 @@ impl Shard {
                 self.table.try_lock()
             })
         })
-    }
-
-    /// Removes one entry that has not used up its quota; see [`Table::evict`].
-    pub(super) fn evict(&self) -> (usize, usize) {
-        self.lock().evict(|_| true)
-    }
-
-    /// Removes expired entries. Returns the number of entries scanned and removed.
-    pub(super) fn remove_expired(&self, now: u64) -> (usize, usize) {
-        let mut table = self.lock();
-        let scanned = table.len();
-        let (removed, next_expiry) = table.remove_expired(now);
-        self.next_expiry.store(next_expiry, Ordering::SeqCst);
-        (scanned, removed)
     }
 }
 

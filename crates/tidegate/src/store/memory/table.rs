@@ -8,6 +8,7 @@
 
 use std::ops::RangeInclusive;
 
+use super::capacity::{Capacity, Removed};
 use super::fingerprint::Fingerprint;
 use super::logs::Logs;
 use super::state::{CounterKind, PackedState};
@@ -28,8 +29,8 @@ const BRANCHLESS_PROBES: usize = 3;
 /// predictable, and in larger ones speculation hides the latency of main memory.
 const BRANCHLESS_RANGE: RangeInclusive<u32> = 8..=512;
 
-/// Number of entries of which an eviction removes the one that expires first.
-const EVICTION_SAMPLE: usize = 64;
+/// Number of slots that an eviction looks at.
+const SAMPLE_SLOTS: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct Table {
@@ -53,7 +54,7 @@ struct Slot {
 
 const _: () = assert!(size_of::<Slot>() == 40, "at most 56 bytes per key, including empty slots");
 const _: () =
-    assert!(size_of::<Table>() <= 40, "a shard is one cache line: lock, table and next expiry");
+    assert!(size_of::<Table>() <= 40, "a shard is one cache line: its lock and its table");
 
 impl Slot {
     const EMPTY: Self = Self { fingerprint: Fingerprint::NONE, state: PackedState::EMPTY };
@@ -61,6 +62,17 @@ impl Slot {
     fn is_empty(&self) -> bool {
         self.fingerprint == Fingerprint::NONE
     }
+}
+
+/// The entries of some slots.
+#[derive(Debug)]
+pub(super) struct Sample<R> {
+    /// Number of entries.
+    pub(super) entries: usize,
+    /// The entry with the least rank.
+    pub(super) least: Option<(R, Fingerprint)>,
+    /// Whether there were expired entries, which were removed.
+    pub(super) has_expired: bool,
 }
 
 impl Default for Table {
@@ -77,6 +89,7 @@ impl Default for Table {
 }
 
 impl Table {
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.len as usize
     }
@@ -169,8 +182,10 @@ impl Table {
         (end + 1 < self.slots.len()).then_some(end)
     }
 
-    pub(super) fn remove(&mut self, at: usize) {
-        self.logs.remove(self.slots[at].state);
+    pub(super) fn remove(&mut self, at: usize) -> Removed {
+        let Slot { fingerprint, state } = self.slots[at];
+        let class = fingerprint.policy_class();
+        let removed = Removed { class, log_entries: self.logs.remove(state) };
         // Shift the displaced keys that follow one slot towards their home.
         let mut end = at + 1;
         while !self.slots[end].is_empty() && self.slots[end].fingerprint.home_slot(self.homes) < end
@@ -180,34 +195,38 @@ impl Table {
         self.slots.copy_within(at + 1..end, at);
         self.slots[end - 1] = Slot::EMPTY;
         self.len -= 1;
+        removed
     }
 
-    /// Sweeps some slots if enough decisions were made since the last sweep. Returns the number of
-    /// removed keys.
+    /// Sweeps some slots if enough decisions were made since the last sweep.
     #[inline]
-    pub(super) fn sweep(&mut self, now: u64) -> usize {
+    pub(super) fn sweep(&mut self, now: u64, capacity: &Capacity) {
         self.sweep_debt -= 1;
-        if self.sweep_debt >= 0 { 0 } else { self.sweep_slots(now) }
+        if self.sweep_debt < 0 {
+            self.sweep_slots(now, capacity);
+        }
     }
 
     #[cold]
     #[inline(never)]
-    fn sweep_slots(&mut self, now: u64) -> usize {
+    fn sweep_slots(&mut self, now: u64, capacity: &Capacity) {
         self.sweep_debt = SWEEP_PRICE;
-        let before = self.len();
         for _ in 0..SLOTS_PER_SWEEP.min(self.slots.len()) {
-            let at = self.sweep_cursor as usize;
-            // A removal shifts the next key into this slot, so check the slot again.
-            while !self.slots[at].is_empty() && self.slots[at].state.expires_at() <= now {
-                self.remove(at);
-            }
+            self.remove_expired(self.sweep_cursor as usize, now, capacity);
             self.sweep_cursor += 1;
             if self.sweep_cursor as usize == self.slots.len() {
                 self.sweep_cursor = 0;
                 self.release_memory();
             }
         }
-        before - self.len()
+    }
+
+    /// Removes the entry of this slot if it has expired. A removal shifts the next key into the
+    /// slot, so that one is checked, too.
+    fn remove_expired(&mut self, at: usize, now: u64, capacity: &Capacity) {
+        while !self.slots[at].is_empty() && self.slots[at].state.expires_at() <= now {
+            capacity.release(self.remove(at));
+        }
     }
 
     /// Releases memory that a past peak of keys needed.
@@ -220,51 +239,33 @@ impl Table {
         }
     }
 
-    /// Removes expired keys. Returns their number, and the earliest expiry of the others.
-    pub(super) fn remove_expired(&mut self, now: u64) -> (usize, u64) {
-        let before = self.len();
-        let mut next_expiry = u64::MAX;
-        let mut at = 0;
-        while at < self.slots.len() {
-            let slot = &self.slots[at];
-            let expires_at = slot.state.expires_at();
-            if !slot.is_empty() && expires_at <= now {
-                self.remove(at);
-                continue;
-            }
-            if !slot.is_empty() {
-                next_expiry = next_expiry.min(expires_at);
-            }
-            at += 1;
-        }
-        (before - self.len(), next_expiry)
-    }
-
-    /// Removes the entry that expires first among some entries that `may_evict` accepts, which have
-    /// not used up their quota. Returns the number of entries scanned and removed.
-    pub(super) fn evict(&mut self, may_evict: impl Fn(PackedState) -> bool) -> (usize, usize) {
-        let mut soonest: Option<(u64, usize)> = None;
-        let mut scanned = 0;
-        for _ in 0..self.slots.len() {
-            // Shared with the sweep, which continues after these slots.
-            let at = self.sweep_cursor as usize;
-            self.sweep_cursor = if at + 1 < self.slots.len() { self.sweep_cursor + 1 } else { 0 };
-            let state = self.slots[at].state;
-            if self.slots[at].is_empty() {
-                continue;
-            }
-            scanned += 1;
-            if !state.is_exhausted() && may_evict(state) {
-                soonest = soonest.into_iter().chain([(state.expires_at(), at)]).min();
-            }
-            if scanned == EVICTION_SAMPLE {
-                break;
+    /// Removes the expired entries among some slots, and returns the least rank of the others.
+    pub(super) fn sample<R: Ord>(
+        &mut self,
+        now: u64,
+        capacity: &Capacity,
+        rank: impl Fn(Fingerprint, PackedState) -> Option<R>,
+    ) -> Sample<R> {
+        // A small table is sampled as a whole. Otherwise the cursor is that of the sweep, which
+        // continues after these slots.
+        let is_whole = self.slots.len() <= SAMPLE_SLOTS;
+        let start = if is_whole { 0 } else { self.sweep_cursor as usize };
+        let end = (start + SAMPLE_SLOTS).min(self.slots.len());
+        let (mut entries, mut least, before) = (0, None, self.len);
+        for at in start..end {
+            self.remove_expired(at, now, capacity);
+            let Slot { fingerprint, state } = self.slots[at];
+            if fingerprint != Fingerprint::NONE {
+                entries += 1;
+                let ranked = rank(fingerprint, state).map(|rank| (rank, fingerprint));
+                least = least.into_iter().chain(ranked).min();
             }
         }
-        if let Some((_, at)) = soonest {
-            self.remove(at);
+        if !is_whole {
+            let next = if end < self.slots.len() { end } else { 0 };
+            self.sweep_cursor = u32::try_from(next).unwrap_or_default();
         }
-        (scanned, usize::from(soonest.is_some()))
+        Sample { entries, least, has_expired: self.len < before }
     }
 
     /// Rebuilds the table with this number of home slots.
@@ -298,7 +299,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::state::StoredCounter as _;
+    use super::super::state::{StoredCounter as _, Usage};
     use super::*;
     use crate::algorithm::Bucket;
     use crate::quota::Quota;
@@ -307,7 +308,7 @@ mod tests {
     fn state(expires_at: u64) -> PackedState {
         let quota =
             Quota::token_bucket(1, std::time::Duration::from_micros(expires_at)).expect("valid");
-        Bucket::default().pack(&quota, None, &mut Logs::default())
+        Bucket::default().pack(&quota, Usage::default(), None, &mut Logs::default())
     }
 
     fn check(table: &mut Table, model: &BTreeMap<Fingerprint, PackedState>) {
@@ -352,7 +353,7 @@ mod tests {
                 match (table.find(fingerprint), insert) {
                     (Ok(at), true) => table.set(at, state),
                     (Err(at), true) => table.insert(at, fingerprint, state),
-                    (Ok(at), false) => table.remove(at),
+                    (Ok(at), false) => drop(table.remove(at)),
                     (Err(_), false) => {}
                 }
                 if insert {
@@ -362,34 +363,49 @@ mod tests {
                 }
                 check(&mut table, &model);
             }
-            let (removed, next_expiry) = table.remove_expired(100_000_000);
-            let before = model.len();
+            let capacity = Capacity::new(usize::MAX, 0);
+            (0..table.slots.len()).for_each(|_| table.sweep_slots(100_000_000, &capacity));
             model.retain(|_, state| state.expires_at() > 100_000_000);
-            prop_assert_eq!(removed, before - model.len());
-            let earliest = model.values().map(|state| state.expires_at()).min();
-            prop_assert_eq!(next_expiry, earliest.unwrap_or(u64::MAX));
             check(&mut table, &model);
         }
     }
 
     #[test]
-    fn eviction_removes_the_entry_that_expires_first_unless_it_is_exhausted() {
+    fn sample_has_the_entry_with_the_least_rank_and_removes_those_that_have_expired() {
         let mut table = Table::default();
-        let spread = |number: u64| Fingerprint::new(number << 58, number);
+        let spread = |number: u64| Fingerprint::new(number << 58, number << 20);
         for number in 0..32 {
             let (Ok(at) | Err(at)) = table.find(spread(number));
             table.insert(at, spread(number), state(2_000_000 * (100 - number)));
         }
-        let quota = Quota::token_bucket(1, std::time::Duration::from_secs(1)).expect("valid");
-        let full = Bucket { level: 1, ..Bucket::default() }.pack(&quota, None, &mut table.logs);
-        let at = table.find(spread(7)).expect("a key");
-        table.set(at, full);
-        for number in (0..32).rev().filter(|number| *number != 7) {
-            assert!(table.find(spread(number)).is_ok());
-            assert_eq!(table.evict(|_| true).1, 1);
-            assert!(table.find(spread(number)).is_err(), "{number}");
+        let capacity = Capacity::new(usize::MAX, 0);
+        let (now, unranked) = (2_000_000 * 70, state(2_000_000 * 100));
+        let rank =
+            |_, state: PackedState| (state != unranked).then(|| u64::MAX - state.expires_at());
+        let sample = table.sample(now, &capacity, rank);
+        assert_eq!((sample.entries, table.len()), (30, 30), "two of 32 have expired");
+        assert!(sample.has_expired && !table.sample(now, &capacity, rank).has_expired);
+        assert_eq!(sample.least.map(|(_, fingerprint)| fingerprint), Some(spread(1)));
+        assert!(table.sample(now, &capacity, |_, _| None::<()>).least.is_none());
+    }
+
+    #[test]
+    fn samples_of_a_large_table_cover_it() {
+        let mut table = Table::default();
+        for number in 0..1_000_u64 {
+            let fingerprint = Fingerprint::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15), number);
+            let (Ok(at) | Err(at)) = table.find(fingerprint);
+            table.insert(at, fingerprint, state(5_000_000));
         }
-        assert_eq!(table.evict(|_| true), (1, 0), "only the exhausted one is left");
+        let (capacity, seen) = (Capacity::new(usize::MAX, 0), std::cell::RefCell::default());
+        for _ in 0..table.slots.len().div_ceil(SAMPLE_SLOTS) {
+            let see = |fingerprint: Fingerprint, _| {
+                let seen: &std::cell::RefCell<std::collections::BTreeSet<Fingerprint>> = &seen;
+                seen.borrow_mut().insert(fingerprint).then_some(())
+            };
+            assert!(table.sample(0, &capacity, see).entries <= SAMPLE_SLOTS);
+        }
+        assert_eq!(seen.borrow().len(), 1_000);
     }
 
     #[test]
@@ -402,8 +418,9 @@ mod tests {
         }
         let full = table.slots.len();
         assert!((12_000..14_000).contains(&full), "{full} slots for 10,000 keys");
-        let swept: usize = (0..200_000).map(|_| table.sweep(5_000_000)).sum();
-        assert_eq!((swept, table.len()), (10_000, 0));
+        let capacity = Capacity::new(usize::MAX, 0);
+        (0..200_000).for_each(|_| table.sweep(5_000_000, &capacity));
+        assert_eq!(table.len(), 0);
         assert!(table.slots.len() < 100, "{} slots for no keys", table.slots.len());
     }
 }

@@ -1,0 +1,111 @@
+//! Eviction: room for a charge in a full store.
+
+use std::cmp::Reverse;
+use std::sync::atomic::Ordering;
+
+use super::capacity::{Lack, Reservation};
+use super::fingerprint::Fingerprint;
+use super::state::{CounterKind, PackedState, Usage};
+use super::{MemoryStore, SHARDS};
+use crate::store::StoreError;
+
+/// Approximate number of entries that an eviction looks at, in samples of several shards. Beyond a
+/// store of this size, a charge can be rejected although there is an expired key; the next call
+/// continues where this one has stopped.
+const MAX_EVICTION_SCAN: usize = 512;
+/// Number of entries of which the one with the least rank is evicted. In a small store they are
+/// those of several shards.
+const EVICTION_SAMPLE: usize = 32;
+
+impl MemoryStore {
+    /// Grows the reservation by what the charge of this key lacks: by the room of expired keys, or
+    /// else by that of evicted ones. The caller must not hold any shard lock.
+    #[cold]
+    pub(super) fn make_room(
+        &self,
+        fingerprint: Fingerprint,
+        lack: Lack,
+        now: u64,
+        reservation: &mut Reservation<'_>,
+    ) -> Result<(), StoreError> {
+        let full = StoreError::Full { cap: self.max_keys() };
+        let can_fit = match lack {
+            Lack::Keys(keys) => keys <= self.capacity.keys.max(),
+            Lack::LogEntries(entries) => entries <= self.capacity.log_entries.max(),
+        };
+        if !can_fit {
+            return Err(full);
+        }
+        let class = fingerprint.policy_class();
+        let rank = |other, state| self.eviction_rank(fingerprint, lack, other, state);
+        let (mut scanned, mut shards) = (0, 0);
+        let (mut entries, mut least) = (0, None);
+        while scanned < MAX_EVICTION_SCAN {
+            let index = self.capacity.eviction_cursor.fetch_add(1, Ordering::Relaxed) % SHARDS;
+            let sample = self.shards[index].lock().sample(now, &self.capacity, rank);
+            // An empty shard counts too, so that the loop ends.
+            scanned += sample.entries.max(1);
+            shards += 1;
+            if sample.has_expired && reservation.reserve(class, lack) {
+                return Ok(());
+            }
+            entries += sample.entries;
+            least = least.into_iter().chain(sample.least).min();
+            let is_enough = entries >= EVICTION_SAMPLE || shards % SHARDS == 0;
+            if !is_enough && scanned < MAX_EVICTION_SCAN {
+                continue;
+            }
+            entries = 0;
+            if let Some((_, victim)) = least.take()
+                && self.evict(victim, lack, rank, reservation)
+                && reservation.reserve(class, lack)
+            {
+                return Ok(());
+            }
+        }
+        Err(full)
+    }
+
+    /// Evicts a key for the reservation, unless its rank is gone. Returns whether it was evicted.
+    fn evict<R>(
+        &self,
+        victim: Fingerprint,
+        lack: Lack,
+        rank: impl Fn(Fingerprint, PackedState) -> Option<R>,
+        reservation: &mut Reservation<'_>,
+    ) -> bool {
+        let mut table = self.shard(victim).lock();
+        let found = table.find(victim).ok();
+        let Some(at) = found.filter(|at| rank(victim, table.state(*at)).is_some()) else {
+            return false;
+        };
+        reservation.reuse(table.remove(at), lack);
+        self.capacity.evicted.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    /// Returns the rank of another key that may be evicted for this one, the least first: of the
+    /// policy with the most keys, then of the least usage, then of the oldest last write. A policy
+    /// with fewer keys loses none, so a flood on one policy does not empty another. The size of a
+    /// log does not matter, and neither does the time until a key expires.
+    fn eviction_rank(
+        &self,
+        fingerprint: Fingerprint,
+        lack: Lack,
+        other: Fingerprint,
+        state: PackedState,
+    ) -> Option<(Reverse<usize>, Usage, u64)> {
+        let frees_room = match lack {
+            Lack::Keys(_) => true,
+            Lack::LogEntries(_) => state.is_of(CounterKind::Log) && other != fingerprint,
+        };
+        if !frees_room || state.usage() == Usage::EXHAUSTED {
+            return None;
+        }
+        let keys = &self.capacity.keys;
+        let (class, other_class) = (fingerprint.policy_class(), other.policy_class());
+        let keys_of_other = keys.taken_by(other_class);
+        let may_evict = class == other_class || keys_of_other > keys.taken_by(class);
+        may_evict.then(|| (Reverse(keys_of_other), state.usage(), state.time()))
+    }
+}
