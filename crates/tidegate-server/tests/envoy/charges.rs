@@ -216,6 +216,36 @@ descriptors:
     .await;
 }
 
+/// Budgets of several services in `quota_mode`, as in upstream's `multiservice-tokenquota.sh`: a
+/// request passes until all budgets are exceeded.
+#[tokio::test]
+async fn hits_of_0_see_every_budget_of_several_descriptors() {
+    const BUDGETS: &str = "
+domain: edge
+descriptors:
+  - {key: service, quota_mode: true, rate_limit: {unit: year, requests_per_unit: 2}}
+";
+    on_memory_and_on_redis_with(BUDGETS, async |mut client| {
+        let services = ["a", "b", "c"].map(|name| descriptor(&[("service", name)]));
+        let peek = || services.iter().map(|service| hits(service.clone(), 0)).collect();
+        let mut passed = 0;
+        for _ in 0..60 {
+            let peeked = client.send_all(peek()).await;
+            if peeked.overall_code() == Code::Ok {
+                passed += 1;
+                // The first service that still has a budget does the work.
+                let free = peeked.statuses.iter().position(|status| status.code() == Code::Ok);
+                let service = services[free.expect("a service with a budget")].clone();
+                client.send_all(vec![hits(service, 1)]).await;
+            }
+        }
+        assert_eq!(passed, 9, "each budget is exceeded by its third unit");
+        let peeked = client.send_all(peek()).await;
+        assert!(peeked.statuses.iter().all(|status| status.code() == Code::OverLimit));
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn explicit_hits_are_recorded_beyond_the_limit() {
     on_memory_and_on_redis(async |mut client| {

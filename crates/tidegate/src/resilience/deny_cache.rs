@@ -1,58 +1,57 @@
 //! [`DenyCache`]: repeats a denial by the store until its `retry_after` has passed.
 //!
-//! Units become available earlier only by a refund, a reset or a raised limit. A refund or reset
-//! drops the entries of its counts: at once if it goes through this cache, and otherwise through
-//! the [invalidations](SharedStore::invalidations), which are polled several times per second while
+//! An entry is the store's answer to one request, with all of its charges. It is forgotten as soon
+//! as one of its counts may have changed: by any other call through this cache that may have
+//! charged or returned units, and by a refund or reset of another instance, through the
+//! [invalidations](SharedStore::invalidations), which are polled several times per second while
 //! entries are in use. Entries are ignored once the last successful poll is older than one second,
-//! and live for five seconds at most. A raised limit is a different quota, and an entry applies
-//! only to the quota that it was made for.
+//! and live for five seconds at most.
 
 use std::future::Future;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::task::AbortHandle;
 
-use self::lookup::{CountedRequest, InvalidationGuard, Lookup};
-use self::table::DenialTable;
+use self::key::HashSecret;
+use self::table::{CacheQuery, Denial, DenialTable};
+use self::versions::CountVersions;
 use crate::charge::Charge;
 use crate::clock::Clock;
-use crate::decision::Decision;
-use crate::store::invalidation::{Cursor, Invalidations};
+use crate::decision::{Decision, Source};
+use crate::store::invalidation::{CountId, Cursor, Invalidations};
 use crate::store::{Action, SharedStore, Store, StoreError};
 
-mod entry;
 mod key;
-mod lookup;
 mod poller;
 mod table;
-mod unrecorded;
+mod versions;
 
 /// A cache of denials around a store: a denial is repeated without a call for as long as it surely
 /// holds.
 ///
 /// A denied client that keeps retrying then costs the store no calls. A decision of the cache has
 /// [`Source::DenyCache`](crate::Source::DenyCache). Its `retry_after` and `reset_after` decrease as
-/// time passes; its `remaining` is that of the denial, for a bucket plus the units drained since.
-/// Admissions by other instances are not visible here, so `retry_after` may be too short.
+/// time passes. Its `remaining` is that of the denial: the exact number if the request lacks one
+/// unit only, as one of cost 1 does, and else a lower bound that is at most one second old.
 ///
-/// * A cached denial applies to acquires and peeks with the same key, policy, quota and cost, and
-///   for less time than the store said, so no cached denial could have been an admission. A count
-///   that is requested with many different costs is also denied by the entry of a lower cost.
-/// * A request of several charges is denied if one of them is. The other decisions repeat those of
-///   the store when it denied the same request; if it never did, they show untouched quotas.
-/// * A denial by a quota that counts denied requests is cached for up to 100 ms, and its
-///   `retry_after` does not decrease, because each denial counts. The denials of these 100 ms, at
-///   most the limit, are recorded in the store before its next decision.
-/// * A refund or reset through this cache takes effect at once, and one through another instance
+/// * An entry is a denial of exactly one request: the keys, policies, quotas and costs of all
+///   charges. An acquire or a peek of the same charges repeats all decisions of the store, a peek
+///   only if every charge is denied. Any other request is decided by the store.
+/// * It holds for less time than the store said, until the first of its charges would be allowed,
+///   so no cached denial could have been an admission.
+/// * An admission, report, refund or reset through this cache drops the entries of its counts, and
+///   so does a call that is not answered. A refund or reset through another instance takes effect
 ///   within a second. While invalidations cannot be polled, or without a Tokio runtime to poll
 ///   them on, the store is called instead.
+/// * Units that another instance charges are not visible until the entry expires: it still denies
+///   nothing that the store would admit, but `retry_after` is too short if the other instance was
+///   admitted with a smaller cost, or reported units, since the denial.
+/// * A quota that counts denied requests is not cached, because each denial changes its count.
 /// * A change without an invalidation takes effect when the entry expires, after five seconds at
 ///   most: a direct call to the wrapped memory store, a key deleted in Redis by hand, a different
 ///   quota on the same count in another process. (A flushed store, or one that lost invalidations
 ///   in a failover, is detected.)
-/// * The entry of a bucket stays useful after its `retry_after`: the cache lets as many units
-///   through to the store as can have drained by then, and denies the rest.
 /// * The number of entries is bounded. Entries that were not used recently are evicted first.
 ///
 /// ```
@@ -81,6 +80,8 @@ pub struct DenyCache<S> {
 #[derive(Debug)]
 struct DenyCacheCore<S> {
     store: S,
+    secret: HashSecret,
+    versions: CountVersions,
     table: DenialTable,
     /// Whether the store publishes invalidations, which must be polled then.
     has_invalidations: bool,
@@ -106,8 +107,8 @@ pub struct Builder<S> {
 }
 
 impl<S: SharedStore> Builder<S> {
-    /// Sets the maximum number of cached denials; 100,000 by default, which take about 13 MB. With
-    /// 0 nothing is cached.
+    /// Sets the maximum number of cached decisions, one for each charge of a denied request;
+    /// 100,000 by default, which take about 12 MB. With 0 nothing is cached.
     #[must_use]
     pub fn max_entries(mut self, entries: usize) -> Self {
         self.max_entries = entries;
@@ -120,6 +121,8 @@ impl<S: SharedStore> Builder<S> {
         let has_invalidations = self.store.invalidations(&Cursor::default()).is_some();
         let inner = DenyCacheCore {
             store: self.store,
+            secret: HashSecret::new(),
+            versions: CountVersions::new(),
             table: DenialTable::new(self.max_entries),
             has_invalidations,
             fresh_until: AtomicU64::new(if has_invalidations { 0 } else { u64::MAX }),
@@ -149,7 +152,7 @@ impl<S: SharedStore> DenyCache<S> {
         &self.inner.store
     }
 
-    /// Returns the number of cached denials, including expired ones that were not evicted yet.
+    /// Returns the number of cached denials, including stale ones that were not evicted yet.
     #[must_use]
     pub fn entries(&self) -> usize {
         self.inner.table.entries()
@@ -157,28 +160,135 @@ impl<S: SharedStore> DenyCache<S> {
 
     /// Drops all cached denials.
     pub fn clear(&self) {
-        self.inner.table.clear();
+        self.inner.clear();
+    }
+}
+
+impl<S: SharedStore> DenyCacheCore<S> {
+    fn now(&self) -> u64 {
+        self.store.clock().now().as_micros()
+    }
+
+    /// Returns the query for a request, or `None` if its denial may not be repeated.
+    fn query(&self, action: Action, charges: &[Charge<'_>]) -> Option<CacheQuery> {
+        let is_cacheable = matches!(action, Action::Acquire | Action::Peek)
+            && !charges.iter().any(|charge| charge.quota().count_denied());
+        is_cacheable.then(|| {
+            let now = self.now();
+            // Before the versions: a poll changes versions first, and makes entries fresh then.
+            let is_fresh = self.is_fresh(now);
+            let mut version = self.versions.common();
+            let add = |count| version += self.versions.of(count);
+            let request = self.secret.hash(charges, |charge| self.store.epoch_of(charge), add);
+            CacheQuery { request, version, now, is_fresh }
+        })
+    }
+
+    /// Finds the cached denial of a request, and returns what `read` makes of it.
+    fn find<T>(
+        &self,
+        action: Action,
+        query: &CacheQuery,
+        read: impl FnOnce(&Denial) -> T,
+    ) -> Option<T> {
+        if !query.is_fresh {
+            return None;
+        }
+        let found = self.table.find(query, |denial| {
+            (action == Action::Acquire || denial.is_of_all_charges()).then(|| read(denial))
+        });
+        if found.is_some() {
+            self.mark_used();
+        }
+        found
+    }
+
+    fn is_fresh(&self, now: u64) -> bool {
+        now < self.fresh_until.load(Ordering::Acquire)
+    }
+
+    /// Caches a denial by the store. Any other answer means that units may have been charged or
+    /// returned.
+    fn on_answer(
+        self: &Arc<Self>,
+        query: Option<CacheQuery>,
+        change: Option<ChangeGuard<'_>>,
+        charges: &[Charge<'_>],
+        decisions: &[Decision],
+    ) {
+        let is_denied = decisions.iter().any(|decision| !decision.allowed)
+            && decisions.iter().all(|decision| decision.source == Source::Store);
+        let Some(query) = query.filter(|_| is_denied) else { return };
+        if let Some(change) = change {
+            change.cancel();
+        }
+        let received = self.now().max(query.now);
+        if let Some(denial) = Denial::new(query, received, charges, decisions) {
+            self.table.insert(denial);
+            self.mark_used();
+        }
+        if self.has_invalidations && !self.is_fresh(received) {
+            self.ensure_poller();
+        }
+    }
+
+    /// Marks the cache as used. All threads share the flag, so it is written only when it changes.
+    fn mark_used(&self) {
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Drops all entries, and keeps denials that are in flight now from becoming entries.
+    fn clear(&self) {
+        self.versions.change_all();
+        self.table.clear();
+    }
+}
+
+/// Changes the versions of the counts of a call when the call ends, which drops their entries. It
+/// does so in `drop`, so that a failed or cancelled call, which may have run, is covered.
+struct ChangeGuard<'a> {
+    versions: &'a CountVersions,
+    charges: &'a [Charge<'a>],
+}
+
+impl<'a> ChangeGuard<'a> {
+    /// Returns `None` for an action that changes no counts.
+    fn begin(
+        versions: &'a CountVersions,
+        action: Action,
+        charges: &'a [Charge<'a>],
+    ) -> Option<Self> {
+        (action != Action::Peek).then(|| Self { versions, charges })
+    }
+
+    /// Ends a call that has changed nothing.
+    fn cancel(mut self) {
+        self.charges = &[];
+    }
+}
+
+impl Drop for ChangeGuard<'_> {
+    fn drop(&mut self) {
+        self.charges.iter().for_each(|charge| self.versions.change(CountId::of(charge)));
     }
 }
 
 impl<S: SharedStore> Store for DenyCache<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let inner = &self.inner;
-        let (leases, sent, unrecorded) = match inner.lookup(action, charge) {
-            Lookup::Hit(decision) => return Ok(decision),
-            Lookup::Miss { leases, sent, unrecorded } => (leases, sent, unrecorded),
-        };
-        if let Some(record) = inner.record_all(std::slice::from_ref(charge), unrecorded) {
-            record.await;
+        let charges = std::slice::from_ref(charge);
+        let query = inner.query(action, charges);
+        if let Some(query) = &query {
+            let read = |denial: &Denial| denial.decision(0, charge.quota(), query.now);
+            if let Some(decision) = inner.find(action, query, read) {
+                return Ok(decision);
+            }
         }
-        let invalidation =
-            InvalidationGuard::begin(&inner.table, action, std::slice::from_ref(charge));
-        let counted = CountedRequest::begin(&inner.table, &leases);
+        let change = ChangeGuard::begin(&inner.versions, action, charges);
         let decision = inner.store.decide(action, charge).await?;
-        counted.answered(&decision);
-        drop(invalidation);
-        let decisions = std::slice::from_ref(&decision);
-        inner.on_answer(action, sent, leases.as_slice(), std::slice::from_ref(charge), decisions);
+        inner.on_answer(query, change, charges, std::slice::from_ref(&decision));
         Ok(decision)
     }
 
@@ -188,17 +298,19 @@ impl<S: SharedStore> Store for DenyCache<S> {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
-        let (leases, sent, unrecorded) = match inner.lookup_all(action, charges) {
-            Lookup::Hit(decisions) => return Ok(decisions),
-            Lookup::Miss { leases, sent, unrecorded } => (leases, sent, unrecorded),
-        };
-        if let Some(record) = inner.record_all(charges, unrecorded) {
-            record.await;
+        let query = inner.query(action, charges);
+        if let Some(query) = &query {
+            let read = |denial: &Denial| {
+                let quotas = charges.iter().map(Charge::quota).enumerate();
+                quotas.map(|(at, quota)| denial.decision(at, quota, query.now)).collect()
+            };
+            if let Some(decisions) = inner.find(action, query, read) {
+                return Ok(decisions);
+            }
         }
-        let invalidation = InvalidationGuard::begin(&inner.table, action, charges);
+        let change = ChangeGuard::begin(&inner.versions, action, charges);
         let decisions = inner.store.decide_all(action, charges).await?;
-        drop(invalidation);
-        inner.on_answer(action, sent, leases.as_slice(), charges, &decisions);
+        inner.on_answer(query, change, charges, &decisions);
         Ok(decisions)
     }
 

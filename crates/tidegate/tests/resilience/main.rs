@@ -5,6 +5,7 @@ mod support;
 
 mod breaker;
 mod deny_cache;
+mod deny_cache_oracle;
 mod deny_cache_races;
 mod fallback;
 mod flaky;

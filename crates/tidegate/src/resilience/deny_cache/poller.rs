@@ -78,15 +78,15 @@ impl<S: SharedStore> DenyCacheCore<S> {
         };
         let times = invalidations.now.map(|store| PollTimes { local: sent, store });
         *state = PollState { cursor: invalidations.cursor, times };
-        // Entries are dropped before the others become fresh. A denial that is in flight now is not
-        // cached, because the drop has changed the generation of its shard.
+        // Entries are dropped before the others become fresh. A denial that is in flight now has
+        // the earlier version, so it is not used.
         match scope {
             Scope::Counts(counts) => {
                 for count in counts {
-                    self.table.invalidate(count);
+                    self.versions.change(count);
                 }
             }
-            Scope::All => self.table.clear(),
+            Scope::All => self.clear(),
         }
         let max_staleness = crate::clock::micros(MAX_STALENESS);
         self.fresh_until.store(sent.saturating_add(max_staleness), Ordering::Release);
