@@ -108,3 +108,36 @@ fn refund_by_another_instance_is_noticed_within_a_second() {
         assert!(noticed < SECOND, "{noticed:?}");
     }
 }
+
+/// The limit of a user denies while that of the address has room; then another user exhausts the
+/// address.
+#[test]
+fn retry_after_is_that_of_the_limit_that_denies_longest() {
+    let redis = Redis::start();
+    let service = Service::start(&format!(
+        "store: {{redis: '{}'}}
+attributes: [user, address]
+policies:
+  - {{name: short, match: {{user: '*'}}, key: [user], limit: 1, window: 20s}}
+  - {{name: long, match: {{address: '*'}}, key: [address], limit: 2, window: 3000s}}
+",
+        redis.url()
+    ));
+    let acquire =
+        |user: &str| service.acquire(&json!({"attributes": {"user": user, "address": "a"}}));
+    let retry_after = |user: &str| -> u64 {
+        let response = acquire(user);
+        assert_eq!(response.status, 429, "{response:?}");
+        response.header("retry-after").and_then(|text| text.parse().ok()).expect("seconds")
+    };
+    assert_eq!(acquire("u1").status, 200);
+    service.wait_until("the cache denies", |_| {
+        let response = acquire("u1");
+        response.status == 429 && response.json()["decisions"][0]["source"] == "deny-cache"
+    });
+    assert!(retry_after("u1") <= 20);
+    assert_eq!(acquire("u2").status, 200);
+    for _ in 0..10 {
+        assert!(retry_after("u1") > 2_000);
+    }
+}

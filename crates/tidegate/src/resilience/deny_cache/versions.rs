@@ -1,4 +1,4 @@
-//! [`CountVersions`]: tells whether a count may have changed.
+//! [`CountVersions`]: numbers that change when units of a count may have been charged or returned.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
