@@ -32,10 +32,11 @@ impl<S: Store> Target for StoreTarget<S> {
 fn kind(error: &Error) -> &'static str {
     let Error::Store(error) = error else { return "invalid" };
     match error {
-        StoreError::Full { .. } => "full",
+        StoreError::Full { .. } | StoreError::OutOfMemory(_) => "full",
         StoreError::Timeout(_) => "timeout",
         StoreError::Unreachable(_) => "unreachable",
         StoreError::Unreadable(_) => "unreadable",
+        StoreError::NotPermitted(_) => "permission",
         StoreError::Open(_) => "circuit-open",
         StoreError::Misconfigured(_) => "misconfigured",
         _ => "refused",

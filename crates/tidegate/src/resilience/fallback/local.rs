@@ -28,6 +28,8 @@ impl<S: SharedStore> FallbackCore<S> {
             StoreError::Timeout(_)
             | StoreError::Unreachable(_)
             | StoreError::Refused(_)
+            | StoreError::OutOfMemory(_)
+            | StoreError::NotPermitted(_)
             | StoreError::Open(_)
             | StoreError::Unreadable(_) => true,
             StoreError::Full { .. } => false,
