@@ -287,7 +287,8 @@ async fn one_entry_denies_a_request_and_the_other_decisions_repeat_the_store() {
     }
     assert_eq!(limiter.peek(&both("a")[1]).await.expect("decided").source, Source::DenyCache);
     assert_eq!(store.calls(), before, "the store was not called");
-    let _ = limiter.refund(&both("a")[1]).await.expect("refunded");
+    let refund = both("a")[1].with_charged_at(clock.now());
+    let _ = limiter.refund(&refund).await.expect("refunded");
     assert!(
         limiter
             .acquire_all(&both("e"))
@@ -311,7 +312,7 @@ async fn a_cached_denial_needs_no_store_and_a_failure_is_not_cached() {
     assert_eq!(limiter.acquire(&charge).await.expect("decided").source, Source::DenyCache);
     assert!(limiter.acquire(&other).await.is_err());
     // The store may have made a refund that failed.
-    assert!(limiter.refund(&charge).await.is_err());
+    assert!(limiter.refund(&charge.with_charged_at(clock.now())).await.is_err());
     assert!(limiter.acquire(&charge).await.is_err());
 }
 
