@@ -296,8 +296,8 @@ fn report<'a>(
     decide(connection, Action::Report, request)
 }
 
-/// Return the units of an earlier charge: the units of that charge if `age_ms` is set, otherwise
-/// the oldest units that still count.
+/// Return the units of an earlier charge, if they still count. `age_ms` is required: the age of
+/// that charge.
 #[utoipa::path(
     post, path = "/v1/refund", request_body = QueryBody<'static>, params(Explain),
     responses(
@@ -359,6 +359,12 @@ async fn decide(
     if body.age_ms.is_some_and(|age| age > json::MAX_AGE_MS) {
         let reason = format!("age_ms is more than {}, the longest time", json::MAX_AGE_MS);
         return Err(Problem::bad_request(reason));
+    }
+    if action == Action::Refund && body.age_ms.is_none() {
+        return Err(Problem::bad_request(
+            "a refund needs age_ms: the age of its charge in milliseconds, measured from just \
+             before the charge was sent",
+        ));
     }
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));

@@ -75,7 +75,8 @@ pub(crate) const SOURCES: [Source; 6] = [
 ];
 /// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
-const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
+const ERROR_KINDS: [&str; 6] =
+    ["full", "timeout", "unreachable", "refused", "misconfigured", "permission"];
 
 impl Outcomes {
     pub(crate) fn count(&self, allowed: bool, shadow: bool) {
@@ -172,10 +173,11 @@ impl Metrics {
     pub(crate) fn count_store_error(&self, error: &StoreError) {
         // A lost answer is counted by its reason.
         let kind = match error.reason() {
-            StoreError::Full { .. } => 0,
+            StoreError::Full { .. } | StoreError::OutOfMemory(_) => 0,
             StoreError::Timeout(_) => 1,
             StoreError::Unreachable(_) => 2,
             StoreError::Misconfigured(_) => 4,
+            StoreError::NotPermitted(_) => 5,
             _ => 3,
         };
         self.store_errors[kind].fetch_add(1, Ordering::Relaxed);

@@ -21,6 +21,11 @@ fn payload(key: &str) -> Value {
     json!({"policy": "p", "key": key})
 }
 
+fn refund(service: &Service, key: &str) -> support::Response {
+    let refund = json!({"policy": "p", "key": key, "age_ms": 60_000});
+    service.post("/v1/refund", &refund.to_string())
+}
+
 fn reset(service: &Service, key: &str) {
     let response =
         request(&service.admin, "POST", "/v1/reset", &[], payload(key).to_string().as_bytes());
@@ -85,7 +90,7 @@ fn denials_come_from_the_cache_until_a_change() {
     assert_eq!((raised.status, &raised.json()["source"]), (200, &json!("store")), "{raised:?}");
 
     exhaust(&service, "u1");
-    assert_eq!(service.post("/v1/refund", &payload("u1").to_string()).status, 200);
+    assert_eq!(refund(&service, "u1").status, 200);
     assert_eq!(service.acquire(&payload("u1")).status, 200, "a refund is seen at once");
     exhaust(&service, "u1");
     reset(&service, "u1");
@@ -99,7 +104,7 @@ fn refund_by_another_instance_is_noticed_within_a_second() {
     let services = [Service::start(&config(&redis, 1)), Service::start(&config(&redis, 1))];
     for _ in 0..2 {
         exhaust(&services[0], "u1");
-        assert_eq!(services[1].post("/v1/refund", &payload("u1").to_string()).status, 200);
+        assert_eq!(refund(&services[1], "u1").status, 200);
         let noticed = wait_until_allowed(&services[0], "u1");
         assert!(noticed < SECOND, "{noticed:?}");
         exhaust(&services[0], "u1");

@@ -79,7 +79,7 @@ impl Window {
                 self.count += cost.min(quota.max_level().saturating_sub(self.count));
             }
             Action::Refund => {
-                // Units of an earlier window are gone.
+                // Units of an earlier window are gone. A charge without a time is one of Envoy's.
                 let charged_at = charge.charged_at().as_micros();
                 if charged_at == 0 || charged_at >= self.start {
                     self.count = self.count.saturating_sub(cost);

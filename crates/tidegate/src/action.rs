@@ -22,9 +22,9 @@ pub enum Action {
     /// Returns the decision that [`Acquire`](Self::Acquire) would return, and writes nothing. A
     /// cost of 0 asks whether more units are recorded than the limit allows.
     Peek,
-    /// Returns the units of an earlier charge. [`Charge::with_charged_at`] names the time of that
-    /// charge; without it the oldest units that still count are returned, because that never admits
-    /// too much.
+    /// Returns the units of an earlier charge, if they still count. [`Charge::with_charged_at`] is
+    /// the time of that charge. A [`Limiter`](crate::Limiter) requires it; a store that gets none
+    /// returns the oldest units that still count, which may be newer than the charge.
     ///
     /// [`Charge::with_charged_at`]: crate::Charge::with_charged_at
     Refund,

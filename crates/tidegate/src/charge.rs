@@ -32,6 +32,8 @@ pub struct Charge<'a> {
     cost: u64,
     /// Time on the store's clock; zero if unknown.
     charged_at: Timestamp,
+    /// Whether a refund may lack the time of its charge.
+    allows_unknown_time: bool,
     on_store_failure: OnStoreFailure,
 }
 
@@ -56,6 +58,12 @@ pub enum ChargeError {
         /// The maximum cost of one request.
         most: u64,
     },
+    /// The refund lacks the time of its charge.
+    #[error(
+        "a refund needs the time of its charge (Charge::with_charged_at): units of a charge that \
+         has left the window do not return"
+    )]
+    NoChargeTime,
     /// The call has too many charges.
     #[error("{0} charges in one call: at most {MAX_CHARGES} are allowed")]
     TooMany(usize),
@@ -83,6 +91,7 @@ impl<'a> Charge<'a> {
             policy: None,
             cost: 1,
             charged_at: Timestamp::ZERO,
+            allows_unknown_time: false,
             on_store_failure: OnStoreFailure::default(),
         }
     }
@@ -113,18 +122,19 @@ impl<'a> Charge<'a> {
     }
 
     /// Sets the time of the charge that a refund returns, on the store's clock
-    /// ([`Store::clock`](crate::Store::clock)), read just before the acquire. The refund then
-    /// returns the units of that charge and never younger ones. [`Timestamp::ZERO`] means that the
-    /// time is unknown.
+    /// ([`Limiter::now`](crate::Limiter::now)), read just before the acquire. The refund returns
+    /// the units of that charge and never younger ones, and nothing if that charge has left the
+    /// window. A refund without a time is [`ChargeError::NoChargeTime`]: nobody could know whether
+    /// its units still count. [`Timestamp::ZERO`] is no time.
     ///
     /// ```
     /// # use std::time::Duration;
-    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota, Store as _};
+    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let limiter = Limiter::new(MemoryStore::new());
     /// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
     /// let charge = Charge::new("user123", &quota);
-    /// let charged_at = limiter.store().clock().now();
+    /// let charged_at = limiter.now();
     /// limiter.blocking().acquire(&charge)?;
     /// // The request failed.
     /// limiter.blocking().refund(&charge.with_charged_at(charged_at))?;
@@ -135,6 +145,13 @@ impl<'a> Charge<'a> {
     #[must_use]
     pub fn with_charged_at(mut self, time: Timestamp) -> Self {
         self.charged_at = time;
+        self
+    }
+
+    /// Lets a refund without a time return the oldest units that still count, even if the refunded
+    /// charge has left the window: up to its cost is then admitted above the limit.
+    pub(crate) fn with_unknown_time_allowed(mut self, allowed: bool) -> Self {
+        self.allows_unknown_time = allowed;
         self
     }
 
@@ -232,10 +249,11 @@ impl<'a> Charge<'a> {
         (1..=self.quota.burst()).contains(&self.cost)
     }
 
-    /// Checks whether the charge is valid for this action. A refund may exceed a limit that was
-    /// lowered since, and a reset ignores the cost.
+    /// Checks whether the charge is valid for this action. A refund needs a time and may exceed a
+    /// limit that was lowered since, and a reset ignores the cost.
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
-        let is_valid = self.can_be_admitted()
+        let is_valid = action != Action::Refund
+            && self.can_be_admitted()
             && is_plain_key(self.key)
             && self.policy.is_none_or(is_plain_key);
         if is_valid { Ok(()) } else { self.check_slow(action) }
@@ -257,11 +275,16 @@ impl<'a> Charge<'a> {
             // A peek of cost 0 asks whether more units are recorded than the limit allows.
             (Action::Reset, _) | (Action::Peek, 0) => Ok(()),
             (_, 0) => Err(ChargeError::ZeroCost),
+            (Action::Refund, _) if self.lacks_time() => Err(ChargeError::NoChargeTime),
             (Action::Acquire | Action::Peek, cost) if cost > self.quota.burst() => {
                 Err(ChargeError::CostTooHigh { cost, most: self.quota.burst() })
             }
             _ => Ok(()),
         }
+    }
+
+    fn lacks_time(&self) -> bool {
+        self.charged_at == Timestamp::ZERO && !self.allows_unknown_time
     }
 
     /// Checks charges that are decided together: each must be valid, and no two may have the same

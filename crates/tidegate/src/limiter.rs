@@ -118,6 +118,13 @@ impl<S: Store> Limiter<S> {
         &self.store
     }
 
+    /// Returns the time of the store's clock. Read just before an acquire, it is the time of that
+    /// charge ([`Charge::with_charged_at`]), in case it must be refunded.
+    #[must_use]
+    pub fn now(&self) -> Timestamp {
+        self.store.clock().now()
+    }
+
     /// Decides a charge and, if it is allowed, takes its units.
     ///
     /// ```
@@ -168,9 +175,9 @@ impl<S: Store> Limiter<S> {
         self.decide(Action::Report, charge).await
     }
 
-    /// Returns the units of an earlier charge to the limit. [`Charge::charged_at`] is the time of
-    /// that charge; without it the oldest units that still count are returned, so that the limit
-    /// is never exceeded.
+    /// Returns the units of an earlier charge to the limit, if they still count.
+    /// [`Charge::with_charged_at`] sets the time of that charge; without it the refund is
+    /// [`ChargeError::NoChargeTime`](crate::ChargeError::NoChargeTime).
     pub async fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Refund, charge).await
     }
@@ -217,7 +224,7 @@ impl<S: Store> Limiter<S> {
         let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
-            let decision = self.store.decide(wait.action, &charge).await?;
+            let decision = self.store.decide(wait.action, &wait.charge(&charge)).await?;
             match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep(duration).await,
                 Next::Decide => {}
@@ -262,6 +269,8 @@ struct Wait<'a> {
     deadline: Timestamp,
     /// Next action to send to the store.
     action: Action,
+    /// Time at which the action is sent, and for a refund that of its charge.
+    charged_at: Timestamp,
     /// Denial to return once the refund of a turn after the deadline is done.
     too_late: Option<Decision>,
 }
@@ -276,8 +285,18 @@ enum Next {
 
 impl<'a> Wait<'a> {
     fn new(charge: &Charge<'_>, clock: &'a dyn Clock, timeout: Duration) -> Self {
-        let deadline = clock.now().saturating_add(timeout);
-        Self { clock, deadline, action: first_action(charge), too_late: None }
+        let now = clock.now();
+        let deadline = now.saturating_add(timeout);
+        Self { clock, deadline, action: first_action(charge), charged_at: now, too_late: None }
+    }
+
+    /// Returns the charge for the next action.
+    fn charge<'b>(&mut self, charge: &Charge<'b>) -> Charge<'b> {
+        if self.action == Action::Refund {
+            return charge.with_charged_at(self.charged_at);
+        }
+        self.charged_at = self.clock.now();
+        *charge
     }
 
     fn next(&mut self, charge: &Charge<'_>, decision: Decision) -> Next {
@@ -303,10 +322,12 @@ impl<'a> Wait<'a> {
                 delay: Duration::ZERO,
                 ..decision
             };
-            if self.action == Action::Peek {
+            // Other requests may have been queued between the peek and the acquire.
+            let refund = charge.to_refund(&decision, self.charged_at, self.clock.now());
+            let Some(refund) = refund.filter(|_| self.action == Action::Acquire) else {
                 return Next::Done(too_late);
-            }
-            // Other requests were queued between the peek and the acquire.
+            };
+            self.charged_at = refund.charged_at();
             self.action = Action::Refund;
             self.too_late = Some(too_late);
             return Next::Decide;

@@ -200,6 +200,12 @@ pub enum StoreError {
     /// The store answered with an error.
     #[error("the store refused: {0}")]
     Refused(String),
+    /// The store has no memory left, and evicts nothing.
+    #[error("the store is full: {0}")]
+    OutOfMemory(String),
+    /// The store lacks a command, or its user a permission, that decisions need.
+    #[error("the store does not permit what decisions need: {0}")]
+    NotPermitted(String),
     /// The value stored under this key is not a count, or is damaged. Other keys are not affected.
     #[error("the count of this key cannot be read: {0}; reset the key to start over")]
     Unreadable(String),

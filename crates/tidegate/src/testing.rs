@@ -263,10 +263,9 @@ async fn decide<S: Store>(
     let decisions = match (action, charges) {
         (Action::Acquire, [charge]) => single(limiter.acquire(charge).await),
         (Action::Peek | Action::Reset, [charge]) => single(limiter.decide(action, charge).await),
-        (Action::Refund, [charge]) => single(limiter.refund(charge).await),
         (Action::Report, [charge]) => single(limiter.report(charge).await),
-        // A limiter has no method for it.
-        (Action::ChargeUpTo, [charge]) => {
+        // A limiter has no method for a partial charge, and requires the time of a refund.
+        (Action::ChargeUpTo | Action::Refund, [charge]) => {
             single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store))
         }
         (Action::ChargeUpTo | Action::Report, charges) => {

@@ -208,7 +208,8 @@ fn key_without_units_is_removed() {
         assert_eq!(limiter.store().keys(), 0, "a peek writes nothing");
         let _ = limiter.blocking().acquire(&charge).expect("decided");
         assert_eq!(limiter.store().keys(), 1);
-        let _ = limiter.blocking().refund(&charge).expect("decided");
+        let refund = charge.with_charged_at(limiter.now());
+        let _ = limiter.blocking().refund(&refund).expect("decided");
         assert_eq!(limiter.store().keys(), 0, "everything was refunded");
         let _ = limiter.blocking().acquire(&charge).expect("decided");
         limiter.blocking().reset(&charge).expect("decided");

@@ -475,7 +475,7 @@ async fn a_full_redis_is_an_error_and_spends_nothing() {
     }
     let quotas = every_quota(10, LONG);
     let is_oom = |error: &Error| match error {
-        Error::Store(StoreError::Refused(reason)) => reason.contains("OOM"),
+        Error::Store(StoreError::OutOfMemory(reason)) => reason.contains("OOM"),
         _ => false,
     };
     for quota in &quotas {

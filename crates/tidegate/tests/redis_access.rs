@@ -3,6 +3,7 @@
 mod support;
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -12,7 +13,10 @@ use support::{
 };
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Limiter, ManualClock, Quota, RedisStore, SharedStore, StoreError};
+use tidegate::{
+    Algorithm, Charge, Encoding, Error, Limiter, ManualClock, Quota, RedisStore, SharedStore,
+    StoreError,
+};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -137,19 +141,77 @@ async fn the_documented_permissions_are_sufficient_and_necessary() {
         })
         .collect();
     assert!(ungranted.is_empty(), "used and not granted: {ungranted:?}");
+}
 
-    // Without one of the permissions the error says so.
-    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-get"]);
-    let limiter = Limiter::new(
-        RedisStore::builder(&url).timeout(TEST_TIMEOUT).connect().await.expect("connected"),
-    );
-    let quota = Quota::token_bucket(10, LONG).expect("valid");
-    let refused =
-        limiter.acquire(&Charge::new("u", &quota)).await.expect_err("not allowed").to_string();
-    assert!(
-        refused.contains("can't run this command") && !refused.contains("hunter2"),
-        "{refused}"
-    );
+fn named(error: &Error) -> &str {
+    match error {
+        Error::Store(StoreError::NotPermitted(reason)) => reason,
+        Error::Store(StoreError::Open(error)) => match &**error {
+            StoreError::NotPermitted(reason) => reason,
+            error => panic!("{error}"),
+        },
+        error => panic!("{error}"),
+    }
+}
+
+/// Each server has its own words for it, and most do not name the command.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_permission_is_a_failure_of_the_store_until_it_is_granted() {
+    for program in [PathBuf::from("redis-server"), redis_6(), valkey_9()] {
+        let redis = Redis::start_program(&program, &[]);
+        redis.grant(&PERMISSIONS);
+        let store = RedisStore::builder(&redis.url_of_user()).timeout(TEST_TIMEOUT);
+        let limiter = Limiter::new(store.connect().await.expect("connected"));
+        for quota in every_quota(10, LONG) {
+            let needed: &[&str] = match (quota.algorithm(), quota.encoding()) {
+                (Algorithm::SlidingLog, Encoding::SortedSet) => &["zrange", "zadd", "pexpireat"],
+                (Algorithm::SlidingCounter, Encoding::Hash) => &["hmget", "hset"],
+                _ => &["get", "set"],
+            };
+            for command in needed {
+                let charge = Charge::new(command, &quota);
+                redis.query::<()>(&["ACL", "SETUSER", "tidegate", &format!("-{command}")]);
+                let error = match limiter.acquire(&charge).await {
+                    Err(error) => error,
+                    decided => panic!("{program:?}, {quota:?} without {command}: {decided:?}"),
+                };
+                let remedy = format!("ACL SETUSER tidegate +{command}");
+                assert!(named(&error).contains(&remedy), "{program:?}: {error}");
+                assert!(!error.to_string().contains("hunter2"), "{error}");
+                let health = &limiter.store().nodes()[0];
+                assert!(health.circuit.open && health.circuit.times_opened > 0, "{health:?}");
+                // Requests that do not need the permission fail alike: one state for all lights.
+                let window = Quota::fixed_window(10, LONG).expect("valid");
+                let other = limiter.peek(&Charge::new("other", &window)).await;
+                assert!(named(&other.expect_err("open")).contains(&remedy));
+                redis.query::<()>(&["ACL", "SETUSER", "tidegate", &format!("+{command}")]);
+                support::until("the circuit closes", async || {
+                    !limiter.store().nodes()[0].circuit.open
+                })
+                .await;
+                assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+                let reset = limiter.reset(&charge).await;
+                reset.expect("deletes a key that may have no TTL for the lack of PEXPIREAT");
+            }
+        }
+        redis.assert_every_key_expires();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renamed_command_and_forbidden_keys_are_named() {
+    let quota = Quota::sliding_log(10, LONG).expect("valid");
+    for program in [PathBuf::from("redis-server"), redis_6(), valkey_9()] {
+        let redis = Redis::start_program(&program, &["--rename-command", "ZADD", ""]);
+        let limiter = redis.limiter().await;
+        let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("no ZADD");
+        assert!(named(&error).contains("the server lacks ZADD"), "{error}");
+        redis.grant(&PERMISSIONS);
+        let store = RedisStore::builder(&redis.url_of_user()).prefix("api").timeout(TEST_TIMEOUT);
+        let limiter = Limiter::new(store.connect().await.expect("connected"));
+        let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("no access");
+        assert!(named(&error).contains("ACL SETUSER tidegate ~api:*"), "{error}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

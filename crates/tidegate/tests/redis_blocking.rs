@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use server::Redis;
-use tidegate::{Charge, Error, Limiter, Quota, RedisStore, Source, StoreError};
+use tidegate::{Charge, ChargeError, Error, Limiter, Quota, RedisStore, Source, StoreError};
 
 fn quota(limit: u64) -> Quota {
     Quota::fixed_window(limit, Duration::from_secs(86_400)).expect("a valid quota")
@@ -36,10 +36,17 @@ fn every_call_has_a_blocking_form() {
     let limiter = Limiter::new(RedisStore::connect_blocking(&redis.url()).expect("connected"));
     let (blocking, quota, other) = (limiter.blocking(), quota(10), quota(5));
     let charge = Charge::new("user123", &quota).with_policy("p").with_cost(4);
+    let charged_at = limiter.now();
     assert_eq!(blocking.acquire(&charge).expect("decided").remaining, 6);
     assert_eq!(blocking.peek(&charge.with_cost(1)).expect("decided").remaining, 5);
     assert!(!blocking.report(&charge.with_cost(8)).expect("decided").allowed);
-    assert_eq!(blocking.refund(&charge.with_cost(4)).expect("decided").remaining, 2);
+    assert_eq!(
+        blocking.refund(&charge),
+        Err(Error::Charge(ChargeError::NoChargeTime)),
+        "a refund needs the time of its charge"
+    );
+    let refund = charge.with_charged_at(charged_at);
+    assert_eq!(blocking.refund(&refund).expect("decided").remaining, 2);
     let charges = [charge.with_cost(1), Charge::new("user123", &other).with_policy("q")];
     assert!(blocking.acquire_all(&charges).expect("decided").is_allowed());
     assert!(blocking.peek_all(&charges).expect("decided").is_allowed());

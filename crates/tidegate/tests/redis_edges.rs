@@ -245,7 +245,7 @@ async fn a_refund_may_be_larger_than_any_limit() {
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     for quota in every_quota(Quota::MAX_LOG_LIMIT, MINUTE) {
         let charge = Charge::new("u", &quota).with_cost(Quota::MAX_LOG_LIMIT);
-        for charge in [charge, charge.with_cost(u64::MAX)] {
+        for charge in [charge, charge.with_cost(u64::MAX).with_charged_at(clock.now())] {
             let refunds = charge.cost() == u64::MAX;
             let (actual, expected) = if refunds {
                 (on_redis.refund(&charge).await, in_memory.refund(&charge).await)
@@ -290,7 +290,8 @@ async fn a_foreign_value_is_no_error_and_is_overwritten() {
                 redis.query::<()>(&["DEL", &key]);
                 let command = [&value[..1], &[key.as_str()], &value[1..]].concat();
                 redis.query::<()>(&command);
-                let decision = limiter.decide(action, &damaged).await;
+                let charge = damaged.with_charged_at(limiter.now());
+                let decision = limiter.decide(action, &charge).await;
                 let decision = decision.unwrap_or_else(|error| panic!("{value:?}: {error}"));
                 let left = if action == Action::Refund { 5 } else { 4 };
                 assert!(decision.allowed, "{action:?} of {value:?} as {quota:?}");
@@ -421,7 +422,8 @@ async fn no_call_blocks_redis_for_more_than_a_millisecond_at_any_limit() {
             let _ = limiter.acquire(&one).await.expect("decided");
             let _ = limiter.acquire(&other).await.expect("decided");
         }
-        let _ = limiter.refund(&one).await.expect("refunded");
+        let refund = one.with_charged_at(limiter.now().saturating_sub(hour / 2));
+        let _ = limiter.refund(&refund).await.expect("refunded");
         limiter.reset(&one).await.expect("reset");
         let log: Vec<redis::Value> = redis.query(&["SLOWLOG", "GET", "128"]);
         let slowest = log.iter().filter_map(micros_of_evalsha).max().expect("calls");
@@ -557,9 +559,11 @@ async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
             || redis.query::<i64>(&["PTTL", &limiter.store().redis_key(&charge)]) / hundredth;
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         assert!((1..=13).contains(&expires_in()), "1 %, and at most an eighth: {}", expires_in());
+        let charged_at = limiter.now();
         assert!(limiter.acquire(&charge.with_cost(60)).await.expect("decided").allowed);
         assert!((60..=73).contains(&expires_in()), "61 %: {}", expires_in());
-        let _ = limiter.refund(&charge.with_cost(60)).await.expect("refunded");
+        let refund = charge.with_cost(60).with_charged_at(charged_at);
+        let _ = limiter.refund(&refund).await.expect("refunded");
         assert!((1..=13).contains(&expires_in()), "1 % again: {}", expires_in());
     }
     // A small bucket in use lives longer by at most the time in which four units drain.

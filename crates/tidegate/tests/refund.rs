@@ -12,8 +12,8 @@ use http::{Request, Response, StatusCode};
 use support::{Cluster, Redis, TEST_TIMEOUT, every_quota, packed};
 use tidegate::layer::RateLimitLayer;
 use tidegate::{
-    Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
-    Store, Timestamp,
+    Action, Algorithm, Charge, ChargeError, Clock as _, Error, Limiter, ManualClock, MemoryStore,
+    Policies, Policy, PolicyLimiter, Query, Quota, RedisStore, Store, Timestamp,
 };
 use tower::{Layer as _, ServiceExt as _, service_fn};
 
@@ -62,25 +62,21 @@ async fn acquire_times(limiter: &dyn Decide, charge: &Charge<'_>, times: u64) ->
 #[tokio::test]
 async fn refund_of_old_units_does_not_free_younger_ones() {
     for quota in [Quota::sliding_log(100, MINUTE).expect("valid"), packed(100, MINUTE)] {
-        for has_charge_time in [false, true] {
-            on_both(async |limiter, clock| {
-                let charge = Charge::new("u", &quota);
-                let charged_at = limiter.now();
-                assert_eq!(acquire_times(limiter, &charge, 50).await, 50);
-                clock.advance(59 * SECOND);
-                assert_eq!(acquire_times(limiter, &charge, 200).await, 50);
-                clock.advance(SECOND / 2);
-                let refund =
-                    if has_charge_time { charge.with_charged_at(charged_at) } else { charge };
-                for _ in 0..50 {
-                    let _ = limiter.refund(&refund).await;
-                }
-                clock.advance(SECOND / 2);
-                let after = acquire_times(limiter, &charge, 200).await;
-                assert_eq!(after, 50, "50 at 59 s and {after} at 60 s, against 100 per minute");
-            })
-            .await;
-        }
+        on_both(async |limiter, clock| {
+            let charge = Charge::new("u", &quota);
+            let charged_at = limiter.now();
+            assert_eq!(acquire_times(limiter, &charge, 50).await, 50);
+            clock.advance(59 * SECOND);
+            assert_eq!(acquire_times(limiter, &charge, 200).await, 50);
+            clock.advance(SECOND / 2);
+            for _ in 0..50 {
+                let _ = limiter.refund(&charge.with_charged_at(charged_at)).await;
+            }
+            clock.advance(SECOND / 2);
+            let after = acquire_times(limiter, &charge, 200).await;
+            assert_eq!(after, 50, "50 at 59 s and {after} at 60 s, against 100 per minute");
+        })
+        .await;
     }
 }
 
@@ -115,16 +111,58 @@ async fn refund_of_a_full_log_makes_room_at_once() {
     for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
         on_both(async |limiter, clock| {
             let charge = Charge::new("u", &quota);
+            let oldest = charge.with_charged_at(limiter.now());
             for _ in 0..3 {
                 assert!(limiter.acquire(&charge).await.allowed);
                 clock.advance(SECOND);
             }
             assert_eq!(limiter.acquire(&charge).await.retry_after, 57 * SECOND);
-            assert_eq!(limiter.refund(&charge).await.remaining, 1, "without the oldest request");
+            assert_eq!(limiter.refund(&oldest).await.remaining, 1, "without the oldest request");
             assert!(limiter.acquire(&charge).await.allowed);
             assert_eq!(limiter.acquire(&charge).await.retry_after, 58 * SECOND);
         })
         .await;
+    }
+}
+
+/// A count that holds newer units looks the same, whether or not the refunded ones have expired.
+#[tokio::test]
+async fn refund_of_units_that_have_left_the_window_returns_nothing() {
+    for quota in every_quota(3, 2 * SECOND) {
+        on_both(async |limiter, clock| {
+            let charge = Charge::new("u", &quota);
+            let charged_at = limiter.now();
+            assert_eq!(acquire_times(limiter, &charge, 3).await, 3);
+            // A sliding counter still counts a part of the earlier window.
+            let rest = if quota.algorithm() == Algorithm::SlidingCounter { 2 } else { 1 };
+            clock.advance(rest * 2 * SECOND + SECOND / 10);
+            assert_eq!(acquire_times(limiter, &charge, 3).await, 3);
+            for _ in 0..3 {
+                let left = limiter.refund(&charge.with_charged_at(charged_at)).await;
+                assert_eq!(left.remaining, 0, "{quota:?}");
+            }
+            assert_eq!(acquire_times(limiter, &charge, 3).await, 0, "6 of 3: {quota:?}");
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn refund_without_a_charge_time_is_an_error() {
+    let limiter = Limiter::new(MemoryStore::new());
+    for quota in every_quota(3, MINUTE) {
+        let charge = Charge::new("u", &quota);
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        let error = Error::Charge(ChargeError::NoChargeTime);
+        assert_eq!(limiter.refund(&charge).await, Err(error.clone()));
+        assert_eq!(limiter.blocking().refund(&charge), Err(error.clone()));
+        assert_eq!(limiter.decide_all(Action::Refund, &[charge]).await, Err(error.clone()));
+        let policies =
+            Policies::new(vec![Policy::builder("p", quota.clone()).build().expect("valid")]);
+        let policies = PolicyLimiter::new(limiter.clone(), policies.expect("valid"));
+        let refused = policies.decide(Action::Refund, Query::policy("p", "u")).await;
+        assert_eq!(refused.map(drop), Err(error));
+        assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 1);
     }
 }
 

@@ -146,7 +146,10 @@ impl StoreStatus {
             slots: node.slots,
             connected: node.connected,
             circuit: circuit_name(&node.circuit),
-            last_error: node.last_error,
+            last_error: match node.circuit.last_error {
+                Some(error) if node.circuit.open => Some(error.to_string()),
+                _ => node.last_error,
+            },
             in_flight: node.in_flight,
         };
         Self {

@@ -42,8 +42,8 @@ pub(crate) struct QueryBody<'a> {
     /// Number of units; by default that of the policy, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
-    /// Only for a refund: age of the charge in milliseconds, measured from just before it was sent.
-    /// The units of that charge are returned; without an age, the oldest units that still count.
+    /// Only for a refund, which requires it: age of the charge in milliseconds, measured from just
+    /// before it was sent.
     pub(crate) age_ms: Option<u64>,
 }
 

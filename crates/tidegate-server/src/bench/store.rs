@@ -33,10 +33,11 @@ fn kind(error: &Error) -> &'static str {
     let Error::Store(error) = error else { return "invalid" };
     match error {
         StoreError::AnswerLost(reason) => kind(&Error::Store(StoreError::clone(reason))),
-        StoreError::Full { .. } => "full",
+        StoreError::Full { .. } | StoreError::OutOfMemory(_) => "full",
         StoreError::Timeout(_) => "timeout",
         StoreError::Unreachable(_) => "unreachable",
         StoreError::Unreadable(_) => "unreadable",
+        StoreError::NotPermitted(_) => "permission",
         StoreError::Open(_) => "circuit-open",
         StoreError::Misconfigured(_) => "misconfigured",
         _ => "refused",

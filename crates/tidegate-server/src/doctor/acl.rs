@@ -3,7 +3,7 @@
 //! Each command is tried in a form that changes nothing. Redis before version 7 offers no other
 //! way, and later versions only offer one to administrators.
 
-use tidegate::store::redis::Reply;
+use tidegate::store::redis::{Reply, SCRIPT_COMMANDS};
 
 use super::info::{is_absent_command, pairs};
 use super::keys::escape_pattern;
@@ -11,30 +11,6 @@ use super::{Finding, NodeUnderTest, Report, Topology};
 
 const CHECK: &str = "acl";
 
-/// Commands that the scripts call, besides TIME. With these arguments each of them leaves a short
-/// string unchanged or fails.
-const SCRIPT_COMMANDS: [(&str, &[&str]); 18] = [
-    ("GET", &[]),
-    ("SETRANGE", &["0", ""]),
-    ("HMGET", &["field"]),
-    // These fail, because the key has another type.
-    ("HSET", &["field", "value"]),
-    ("HINCRBY", &["field", "1"]),
-    ("HDEL", &["field"]),
-    ("ZADD", &["XX", "0", "member"]),
-    ("ZCARD", &[]),
-    ("ZCOUNT", &["0", "0"]),
-    ("ZRANGE", &["0", "0"]),
-    ("ZRANGEBYSCORE", &["0", "0"]),
-    ("ZREM", &["member"]),
-    ("ZREMRANGEBYRANK", &["0", "0"]),
-    ("ZREMRANGEBYSCORE", &["0", "0"]),
-    ("PTTL", &[]),
-    // In the past: deletes the key, as the next command would.
-    ("PEXPIREAT", &["1"]),
-    ("UNLINK", &[]),
-    ("SET", &["", "PX", "1", "XX"]),
-];
 const SCRIPT_LOAD: &str = "script|load";
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 

@@ -80,7 +80,12 @@ impl Hits {
             Some(cost) => charge.with_cost(cost),
             None => charge,
         };
-        charge.with_action(self.action).with_capped_cost().with_enforcement(enforcement)
+        // Negative hits have no time. As upstream does, they are taken from the current count.
+        charge
+            .with_action(self.action)
+            .with_unknown_time_allowed()
+            .with_capped_cost()
+            .with_enforcement(enforcement)
     }
 }
 

@@ -64,10 +64,10 @@ const COMMANDS: [Entry; 18] = [
     Entry {
         command: Command::Refund,
         name: "TG.REFUND",
-        arguments: "policy key [COST n] [AGE ms] | KEY key QUOTA algorithm limit window [BURST b] \
-                    [COST n] [AGE ms]",
-        summary: "Returns the units of an earlier charge.",
-        arity: -3,
+        arguments: "policy key AGE ms [COST n] | KEY key QUOTA algorithm limit window AGE ms \
+                    [BURST b] [COST n]",
+        summary: "Returns the units of an earlier charge of this age.",
+        arity: -5,
         key: 2,
     },
     Entry {

@@ -143,6 +143,9 @@ fn query<'a>(
         options.set(command, has_quota, argument(index)?, argument(index + 1)?)?;
         index += 2;
     }
+    if command == Command::Refund && options.age_ms.is_none() {
+        return Err(format!("ERR a refund needs the age of its charge: {}", command.usage()));
+    }
     let target = if has_quota {
         let algorithm = text(arguments, 4, "algorithm")?;
         let algorithm = algorithm.parse().map_err(|error: UnknownName| format!("ERR {error}"))?;

@@ -137,6 +137,8 @@ fn errors_say_what_would_be_right() {
         ("TG.ACQUIRE per-user ann BURST 1", "-ERR syntax error near 'BURST'", "TG.ACQUIRE policy"),
         ("TG.ACQUIRE per-user ann AGE 1", "-ERR syntax error near 'AGE'", "TG.ACQUIRE policy"),
         ("TG.REFUND per-user ann AGE 999999999999", "-ERR", "the longest time"),
+        ("TG.REFUND per-user ann", "-ERR", "TG.REFUND policy key AGE ms"),
+        ("TG.REFUND per-user ann COST 2", "-ERR", "needs the age of its charge"),
         ("TG.RESET per-user ann COST 1", "-ERR syntax error", "TG.RESET policy key"),
         ("TG.ACQUIRE KEY ann QUOTA", "-ERR wrong number", "QUOTA algorithm limit window"),
         ("TG.ACQUIRE KEY ann QUOTA gcra 1 1s", "-ERR", "token-bucket"),

@@ -61,7 +61,8 @@ async fn store_failures_are_logged_once_per_minute() {
             client.try_send(request.clone()).await.expect_err("the store is down").code(),
             GrpcCode::Unavailable
         );
-        let refund = service.post("/v1/refund", &json!({"policy": "p", "key": "k"}).to_string());
+        let refund = json!({"policy": "p", "key": "k", "age_ms": 9}).to_string();
+        let refund = service.post("/v1/refund", &refund);
         assert_eq!(refund.status, 503, "{refund:?}");
     }
     let output = service.output();

@@ -84,3 +84,62 @@ fn outage_shows_in_status_and_history_until_the_store_recovers() {
     assert_eq!(status["fallback"]["since_ms"], Value::Null, "{status}");
     assert_eq!(status["nodes"][0]["circuit"], json!("closed"));
 }
+
+/// Checks that every light shows a failure of this kind, and that all recover.
+fn assert_failure_is_shown(service: &Service, kind: &str, reason: &str, repair: impl FnOnce()) {
+    let errors = format!("tidegate_store_errors_total{{kind=\"{kind}\"}} ");
+    assert_eq!(metric(service, &errors), 0.0);
+    service.wait_until("the circuit opens", |service| {
+        let answer = service.acquire(&json!({"policy": "p", "key": "u"})).json();
+        assert_eq!((&answer["allowed"], &answer["source"]), (&json!(false), &json!("deny")));
+        store(service)["nodes"][0]["circuit"] != json!("closed")
+    });
+    let status = store(service);
+    assert_eq!((&status["up"], &status["fallback"]["active"]), (&json!(false), &json!(true)));
+    let shown = status["nodes"][0]["last_error"].as_str().expect("a reason");
+    assert!(shown.contains(reason), "{status}");
+    assert!(metric(service, &errors) > 0.0);
+    assert_eq!(metric(service, "tidegate_store_up "), 0.0);
+    let readiness = service.admin("/readyz?require=store");
+    assert_eq!(readiness.status, 503);
+    assert!(readiness.json()["breaker_open"][0].as_str().is_some_and(|it| it.contains(reason)));
+    repair();
+    service.wait_until("the store recovers", |service| {
+        store(service)["up"] == json!(true)
+            && service.admin("/readyz?require=store").status == 200
+            && service.acquire(&json!({"policy": "p", "key": "u"})).json()["source"] == "store"
+    });
+    let log = service.output();
+    let is_warning = |line: &&str| line.contains("WARN") && line.contains(reason);
+    assert_eq!(log.lines().filter(is_warning).count(), 1, "{log}");
+    assert!(!log.contains("hunter2"), "{log}");
+}
+
+#[test]
+fn missing_permission_is_shown_with_its_remedy_until_it_is_granted() {
+    let redis = Redis::start();
+    let set_user = |rules: &[&str]| redis.query::<()>(&[&["ACL", "SETUSER", "tg"], rules].concat());
+    set_user(&["on", ">hunter2", "~rate_limit:*", "+@all", "-zadd"]);
+    let service = Service::start(&format!(
+        "store: {{redis: '{}', timeout: 2s}}\npolicies: [{{name: p, algorithm: sliding-log, \
+         limit: 1000, window: 1h, on_store_failure: deny}}]\n",
+        redis.url().replace("//", "//tg:hunter2@")
+    ));
+    assert_failure_is_shown(&service, "permission", "ACL SETUSER tg +zadd", || {
+        set_user(&["+zadd"]);
+    });
+}
+
+#[test]
+fn full_redis_is_counted_as_full() {
+    let redis = Redis::start();
+    let service = Service::start(&format!(
+        "store: {{redis: '{}', timeout: 2s}}\npolicies: [{{name: p, algorithm: sliding-log, \
+         limit: 1000, window: 1h, on_store_failure: deny}}]\n",
+        redis.url()
+    ));
+    redis.query::<()>(&["CONFIG", "SET", "maxmemory", "1"]);
+    assert_failure_is_shown(&service, "full", "OOM command not allowed", || {
+        redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
+    });
+}

@@ -35,7 +35,7 @@ reply = client.execute_command("TG.ACQUIRE", "per-user", "ann")
 assert isinstance(reply, dict) == (protocol == 3), reply
 assert numbers(reply)[:3] == [1, 3, 2], reply
 assert numbers(client.execute_command("TG.PEEK", "per-user", "ann"))[:3] == [1, 3, 1]
-assert numbers(client.execute_command("TG.REFUND", "per-user", "ann"))[:3] == [1, 3, 3]
+assert numbers(client.execute_command("TG.REFUND", "per-user", "ann", "AGE", 9000))[:3] == [1, 3, 3]
 assert numbers(client.execute_command("TG.REPORT", "per-user", "ann", "COST", 9))[:3] == [0, 3, 0]
 denied = numbers(client.execute_command("TG.ACQUIRE", "per-user", "ann"))
 assert denied[0] == 0 and denied[3] > 0, denied

@@ -126,7 +126,7 @@ fn t_is_the_time_until_more_quota_and_the_limit_shown_is_the_burst() {
 }
 
 #[test]
-fn reports_exceed_the_limit_and_refunds_accept_an_age() {
+fn reports_exceed_the_limit_and_refunds_need_an_age() {
     let service = Service::start(POLICIES);
     let send = |cost: u64| {
         let quota = json!({"algorithm": "sliding-log", "limit": 100, "window": "1h"});
@@ -154,7 +154,11 @@ fn reports_exceed_the_limit_and_refunds_accept_an_age() {
         "the charge has left the window"
     );
     assert_eq!(refund(Some(60_000)).json()["remaining"], json!(70));
-    assert_eq!(refund(None).json()["remaining"], json!(100), "the oldest charge");
+    let refused = refund(None);
+    assert_eq!(refused.header("content-type"), Some("application/problem+json"));
+    let detail = refused.json()["detail"].as_str().expect("a reason").to_owned();
+    assert!(refused.status == 400 && detail.contains("age_ms"), "{refused:?}");
+    assert_eq!(refund(Some(60_000)).json()["remaining"], json!(100));
 }
 
 #[test]
@@ -171,7 +175,8 @@ fn peek_writes_nothing_and_refund_restores_units() {
     let peeked = service.post("/v1/peek", &payload);
     assert_eq!((peeked.status, &peeked.json()["allowed"]), (200, &json!(false)));
     assert_eq!(peeked.header("retry-after"), None, "a peek is never denied");
-    let refunded = service.post("/v1/refund", &payload);
+    let refund = json!({"policy": "per-user", "key": "u1", "age_ms": 30_000});
+    let refunded = service.post("/v1/refund", &refund.to_string());
     assert_eq!((refunded.status, &refunded.json()["remaining"]), (200, &json!(1)));
     assert_eq!(service.post("/v1/acquire", &payload).status, 200);
 }
@@ -298,8 +303,11 @@ fn decisions_mark_the_policies_in_shadow_mode() {
 #[test]
 fn compressed_bodies_get_415_and_what_is_accepted() {
     let service = Service::start(POLICIES);
-    let body = br#"{"policy": "per-user", "key": "u"}"#;
     let send = |address: &str, path: &str, encoding: &str| {
+        let body = match path {
+            "/v1/refund" => &br#"{"policy": "per-user", "key": "u", "age_ms": 9}"#[..],
+            _ => br#"{"policy": "per-user", "key": "u"}"#,
+        };
         request(address, "POST", path, &[("Content-Encoding", encoding)], body)
     };
     for (address, path) in [

@@ -185,7 +185,8 @@ fn thousand_slow_clients_do_not_block_others() {
             service.acquire(&json!({"policy": "heavy", "key": "u1", "cost": 1})).status,
             200
         );
-        service.post("/v1/refund", &json!({"policy": "heavy", "key": "u1", "cost": 1}).to_string());
+        let refund = json!({"policy": "heavy", "key": "u1", "cost": 1, "age_ms": 5_000});
+        assert_eq!(service.post("/v1/refund", &refund.to_string()).status, 200);
     }
     drop(slow);
     // The soft limit on open files is raised to the hard limit.
@@ -220,7 +221,7 @@ fn secrets_are_never_output() {
         "POST",
         "/v1/refund",
         &header,
-        br#"{"policy": "per-user", "key": "u2"}"#,
+        br#"{"policy": "per-user", "key": "u2", "age_ms": 9}"#,
     );
     assert_eq!(failed.status, 503);
     std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]"))

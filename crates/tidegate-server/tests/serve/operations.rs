@@ -121,7 +121,8 @@ policies:
         (200, &json!("local")),
         "a quota in the request"
     );
-    let refund = service.post("/v1/refund", &json!({"policy": "allow", "key": "u1"}).to_string());
+    let refund = service
+        .post("/v1/refund", &json!({"policy": "allow", "key": "u1", "age_ms": 9}).to_string());
     assert_eq!(
         refund.status, 503,
         "units in Redis cannot be refunded during the outage: {refund:?}"

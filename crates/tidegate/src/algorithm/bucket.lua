@@ -106,7 +106,7 @@ local bucket = {
     if not text or #text ~= 41 then return state end
     local tag, level, part, time, lives_until, stored_window = unpack_struct('<Bddddd', text)
     if tag ~= 98 or not (is_count(level) and is_time(part) and is_time(time)) then return state end
-    state.is_foreign = false
+    state.is_foreign, state.has_other_window = false, stored_window ~= window
     -- The fraction is in parts of another window: round it up to a whole unit, which never admits
     -- too much.
     if part > 0 and (part >= window or stored_window ~= window) then

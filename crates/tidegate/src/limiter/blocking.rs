@@ -156,7 +156,7 @@ impl<S: BlockingStore> Blocking<'_, S> {
         let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
-            let decision = self.store.decide_blocking(wait.action, &charge)?;
+            let decision = self.store.decide_blocking(wait.action, &wait.charge(&charge))?;
             match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep_blocking(duration),
                 Next::Decide => {}

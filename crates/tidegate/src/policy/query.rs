@@ -196,6 +196,7 @@ pub struct PreparedCharge<'a> {
     quota: QuotaRef<'a>,
     cost: u64,
     charged_at: Timestamp,
+    allows_unknown_time: bool,
     action: Action,
     enforcement: Enforcement,
     on_store_failure: OnStoreFailure,
@@ -232,6 +233,7 @@ impl<'a> PreparedCharge<'a> {
             quota,
             cost: 1,
             charged_at: Timestamp::ZERO,
+            allows_unknown_time: false,
             action: Action::Acquire,
             enforcement: Enforcement::Enforce,
             on_store_failure: OnStoreFailure::default(),
@@ -335,6 +337,15 @@ impl<'a> PreparedCharge<'a> {
         self
     }
 
+    /// Lets a refund without a time return the oldest units that still count, as protocols need
+    /// that have no time. If the refunded charge has left the window, up to its cost is admitted
+    /// above the limit.
+    #[must_use]
+    pub fn with_unknown_time_allowed(mut self) -> Self {
+        self.allows_unknown_time = true;
+        self
+    }
+
     /// Denies an acquire of more than the quota's burst, instead of returning an error.
     #[must_use]
     pub fn with_capped_cost(mut self) -> Self {
@@ -427,7 +438,9 @@ impl<'a> PreparedCharge<'a> {
         let capped = self.caps_cost && self.action == Action::Acquire;
         let cost = if capped { self.cost.min(quota.burst()) } else { self.cost };
         let charge = Charge::new(&self.key, quota).with_policy(&self.policy).with_cost(cost);
-        Some(charge.with_charged_at(self.charged_at).with_on_store_failure(self.on_store_failure))
+        let charge = charge.with_charged_at(self.charged_at);
+        let charge = charge.with_unknown_time_allowed(self.allows_unknown_time);
+        Some(charge.with_on_store_failure(self.on_store_failure))
     }
 
     /// Returns whether an acquire with a capped cost can never be admitted.
@@ -468,6 +481,7 @@ impl<'a> PreparedCharge<'a> {
             quota,
             cost: self.cost,
             charged_at: self.charged_at,
+            allows_unknown_time: self.allows_unknown_time,
             action: self.action,
             enforcement: self.enforcement,
             on_store_failure: self.on_store_failure,

@@ -21,7 +21,7 @@ const SLOT_INTERVAL: Duration = Duration::from_millis(125);
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CircuitOptions {
     /// Failures that open the circuit: in a row, or within one second if they are at least half of
-    /// the calls.
+    /// the calls. A missing permission opens it at once.
     pub(crate) failure_threshold: u32,
     /// Mean interval between two probes.
     pub(crate) probe_interval: Duration,
@@ -106,6 +106,13 @@ impl Circuit {
         }
     }
 
+    /// Returns whether the circuit is open for the lack of a permission.
+    #[cfg(feature = "redis")]
+    pub(crate) fn is_not_permitted(&self) -> bool {
+        let history = self.history();
+        self.is_open() && matches!(history.last_error.as_deref(), Some(StoreError::NotPermitted(_)))
+    }
+
     /// Returns the error of a call that is not made because the circuit is open.
     pub(crate) fn open_error(&self) -> StoreError {
         match &self.history().last_error {
@@ -131,8 +138,10 @@ impl Circuit {
         self.recent.record(true);
         let (calls, failures) = self.recent.totals();
         let threshold = self.options.failure_threshold;
-        let fails =
-            in_a_row >= threshold || (failures >= u64::from(threshold) && 2 * failures >= calls);
+        // A missing permission lasts until an operator grants it.
+        let fails = matches!(error, StoreError::NotPermitted(_))
+            || in_a_row >= threshold
+            || (failures >= u64::from(threshold) && 2 * failures >= calls);
         fails && self.open(error)
     }
 
@@ -201,7 +210,9 @@ pub(crate) fn failure(result: Result<(), &StoreError>) -> Option<&StoreError> {
         StoreError::Timeout(_)
         | StoreError::Unreachable(_)
         | StoreError::AnswerLost(_)
-        | StoreError::Refused(_) => true,
+        | StoreError::Refused(_)
+        | StoreError::OutOfMemory(_)
+        | StoreError::NotPermitted(_) => true,
         StoreError::Full { .. }
         | StoreError::Misconfigured(_)
         | StoreError::Open(_)

@@ -64,10 +64,11 @@ mod versions;
 /// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
 /// let charge = Charge::new("user123", &quota);
 ///
+/// let charged_at = limiter.now();
 /// assert!(limiter.acquire(&charge).await?.allowed);
 /// assert_eq!(limiter.acquire(&charge).await?.source, Source::Store);
 /// assert_eq!(limiter.acquire(&charge).await?.source, Source::DenyCache);
-/// limiter.refund(&charge).await?;
+/// limiter.refund(&charge.with_charged_at(charged_at)).await?;
 /// assert!(limiter.acquire(&charge).await?.allowed);
 /// # Ok(())
 /// # }

@@ -20,7 +20,9 @@
 //! the last second failed and they are half of its calls or more. A call that many decisions share
 //! counts once. While it is open, the calls of
 //! this node return [`StoreError::Open`] at once, and a decision on an internal key is tried
-//! several times per second. Two in a row that succeed close the circuit.
+//! several times per second. Two in a row that succeed close the circuit. A missing permission or
+//! command opens the circuit at once, with an error that names it ([`StoreError::NotPermitted`]),
+//! and the circuit closes when nothing is missing any more.
 //!
 //! # Invalidations
 //!
@@ -59,6 +61,8 @@ pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
 use self::invalidation::PendingInvalidation;
 use self::node::NodeClient;
+#[doc(hidden)]
+pub use self::permissions::SCRIPT_COMMANDS;
 use self::publisher::Publisher;
 use self::queue::Enqueued;
 use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
@@ -94,6 +98,7 @@ mod heartbeat;
 mod instructions;
 mod invalidation;
 mod node;
+mod permissions;
 mod probe;
 mod publisher;
 mod queue;
@@ -321,6 +326,10 @@ impl Shared {
             let node = Arc::clone(&target.node);
             target = match Box::pin(retries.follow(step, target, slot, topology)).await {
                 Ok(next) => next,
+                Err(CallError::Failed(error @ StoreError::NotPermitted(_))) => {
+                    let refused = self.on_not_permitted(&node, error, deadline);
+                    return Err(Box::pin(refused).await.into());
+                }
                 Err(error) => {
                     if let CallError::Failed(error) = &error
                         && !is_counted

@@ -150,6 +150,7 @@ async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _cloc
         );
     }
     for (index, full) in charges.iter().enumerate() {
+        let charged_at = limiter.now();
         assert!(acquire(&limiter, &full.with_cost(7)).await.allowed);
         let decisions = limiter.acquire_all(&charges).await.expect("decisions");
         for (other, decision) in decisions.iter().enumerate() {
@@ -158,7 +159,8 @@ async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _cloc
         }
         let leading = decisions.binding().expect("some");
         assert!(!leading.allowed);
-        let _ = limiter.refund(&full.with_cost(7)).await.expect("refunded");
+        let refund = full.with_cost(7).with_charged_at(charged_at);
+        let _ = limiter.refund(&refund).await.expect("refunded");
     }
     assert!(limiter.acquire_all(&[]).await.expect("nothing to decide").is_empty());
 }
@@ -346,7 +348,14 @@ async fn invalid_charges_have_specific_errors<S: Store>(limiter: Limiter<S>, _cl
         assert_eq!(limiter.acquire(&bad).await, Err(error.clone()));
         assert_eq!(limiter.peek(&bad).await, Err(error.clone()));
         // A refund may exceed a limit that was lowered since, and a reset ignores the cost.
-        if !matches!(error, Error::Charge(ChargeError::CostTooHigh { .. })) {
+        if matches!(error, Error::Charge(ChargeError::CostTooHigh { .. })) {
+            let untimed = Err(Error::Charge(ChargeError::NoChargeTime));
+            assert_eq!(limiter.refund(&bad).await, untimed);
+            assert_eq!(
+                limiter.decide_all(Action::Refund, &[bad]).await.map(drop),
+                untimed.map(drop)
+            );
+        } else {
             assert_eq!(limiter.refund(&bad).await, Err(error.clone()));
         }
         if matches!(error, Error::Charge(ChargeError::Key(_) | ChargeError::Policy(_))) {

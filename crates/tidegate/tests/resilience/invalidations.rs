@@ -109,10 +109,12 @@ async fn a_refund_by_another_instance_takes_effect_within_a_second() {
     let (limiter, other) = (cached(&redis).await, Limiter::new(store(&redis).await));
     let quota = quota();
     let (charge, bystander) = (Charge::new("u", &quota), Charge::new("v", &quota));
+    let charged_at = limiter.now();
     for action in [Action::Refund, Action::Reset, Action::Refund, Action::Reset] {
         exhaust(&limiter, &bystander).await;
         exhaust(&limiter, &charge).await;
-        let _ = other.decide(action, &charge).await.expect("refunded");
+        let refund = charge.with_charged_at(charged_at);
+        let _ = other.decide(action, &refund).await.expect("refunded");
         let last_denied = until_admitted(&limiter, &charge, Instant::now()).await;
         assert!(last_denied < SECOND, "{action:?}: {last_denied:?}");
         let others = limiter.peek(&bystander).await.expect("decided");
@@ -120,7 +122,8 @@ async fn a_refund_by_another_instance_takes_effect_within_a_second() {
     }
     // Several refunds in one call.
     exhaust(&limiter, &charge).await;
-    let _ = other.decide_all(Action::Refund, &[bystander, charge]).await.expect("refunded");
+    let refunds = [bystander, charge].map(|charge| charge.with_charged_at(charged_at));
+    let _ = other.decide_all(Action::Refund, &refunds).await.expect("refunded");
     assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
     assert!(until_admitted(&limiter, &bystander, Instant::now()).await < SECOND);
 }
@@ -217,14 +220,15 @@ async fn invalidations_are_published_only_if_there_is_a_reader() {
     let plain = Limiter::new(store(&redis).await);
     let quota = quota();
     let charge = Charge::new("u", &quota);
+    let refund = charge.with_charged_at(plain.now());
     let _ = plain.acquire(&charge).await.expect("decided");
-    let _ = plain.refund(&charge).await.expect("refunded");
+    let _ = plain.refund(&refund).await.expect("refunded");
     assert!(!redis.query::<bool>(&["EXISTS", INVALIDATION_SET]));
     let first = poll(plain.store(), &Cursor::default()).await;
     assert_eq!(first.scope, Scope::All);
     let next = poll(plain.store(), &first.cursor).await;
     assert_eq!((&next.cursor, &next.scope), (&first.cursor, &Scope::Counts(Vec::new())));
-    let _ = plain.refund(&charge).await.expect("refunded");
+    let _ = plain.refund(&refund).await.expect("refunded");
     let next = poll(plain.store(), &next.cursor).await;
     assert!(matches!(&next.scope, Scope::Counts(counts) if counts.len() == 1), "{next:?}");
     redis.assert_every_key_expires();
@@ -343,12 +347,15 @@ async fn concurrent_refunds_share_publish_calls() {
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     // There is a reader, so each refund must be published.
     let cursor = poll(limiter.store(), &Cursor::default()).await.cursor;
-    let _ = limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
+    let now = limiter.now();
+    let warm_up = Charge::new("warm-up", &quota).with_charged_at(now);
+    let _ = limiter.refund(&warm_up).await.expect("refunded");
     let before = redis.calls_of("evalsha");
     let refund = |number: u32| {
         let (limiter, quota) = (limiter.clone(), quota.clone());
         tokio::spawn(async move {
-            limiter.refund(&Charge::new(&format!("user-{number}"), &quota)).await
+            let key = format!("user-{number}");
+            limiter.refund(&Charge::new(&key, &quota).with_charged_at(now)).await
         })
     };
     let refunds: Vec<_> = (0..200).map(refund).collect();

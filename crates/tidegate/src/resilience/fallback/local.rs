@@ -30,6 +30,8 @@ impl<S: SharedStore> FallbackCore<S> {
             | StoreError::Unreachable(_)
             | StoreError::AnswerLost(_)
             | StoreError::Refused(_)
+            | StoreError::OutOfMemory(_)
+            | StoreError::NotPermitted(_)
             | StoreError::Open(_)
             | StoreError::Unreadable(_) => true,
             StoreError::Full { .. } => false,

@@ -144,6 +144,7 @@ impl AttemptError {
             Self::TimedOut => StoreError::Timeout(timeout).answer_lost(),
             Self::Late => StoreError::Timeout(timeout),
             Self::Unusable(error) => error.answer_lost(),
+            Self::Server(ServerError::Other(reason)) => server_error(reason),
             Self::Server(error) => StoreError::Refused(match error {
                 ServerError::Moved(address) | ServerError::Ask(address) => {
                     format!("too many redirects, the last one to {address}")
@@ -168,31 +169,50 @@ const NO_SCRIPT: &str = "NOSCRIPT: the script is unknown right after SCRIPT LOAD
                          permitted: if a proxy sends the two to different servers, grant +eval";
 
 /// Error codes with which a server refuses requests for any key.
-const SERVER_CONDITIONS: [&str; 9] = [
-    "READONLY",
-    "OOM",
-    "MISCONF",
-    "NOPERM",
-    "NOREPLICAS",
-    "CLUSTERDOWN",
-    "MASTERDOWN",
-    "LOADING",
-    "BUSY",
+const SERVER_CONDITIONS: [&str; 8] =
+    ["READONLY", "OOM", "MISCONF", "NOREPLICAS", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "BUSY"];
+
+/// Parts of the texts with which servers reject a command for the lack of a permission, or because
+/// it was renamed or disabled: Redis 6, Redis 7 and Valkey, in scripts and outside.
+const NOT_PERMITTED: [&str; 6] = [
+    "NOPERM ",
+    "The user executing the script can't",
+    "ACL failure in script",
+    "nknown Redis command",
+    "nknown command",
+    "command is not allowed from script",
 ];
 
 /// Converts the error text that the script returned for one item. A condition of the server is a
 /// failure of the store; any other error is caused by the value of this key.
 pub(super) fn item_error(reason: &str) -> StoreError {
     if is_server_condition(reason) {
-        StoreError::Refused(reason.to_owned())
+        server_error(reason.to_owned())
     } else {
         StoreError::Unreadable(reason.to_owned())
     }
 }
 
+/// Converts an error text that does not concern a key.
+fn server_error(reason: String) -> StoreError {
+    if is_not_permitted(&reason) {
+        StoreError::NotPermitted(reason)
+    } else if reason.contains("OOM ") {
+        StoreError::OutOfMemory(reason)
+    } else {
+        StoreError::Refused(reason)
+    }
+}
+
 /// Returns whether a server refuses requests for any key with this error.
 pub(super) fn is_server_condition(reason: &str) -> bool {
-    SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")))
+    is_not_permitted(reason)
+        || SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")))
+}
+
+/// Returns whether a server lacks a command, or its user a permission, according to this error.
+pub(super) fn is_not_permitted(reason: &str) -> bool {
+    NOT_PERMITTED.iter().any(|part| reason.contains(part))
 }
 
 /// Returns whether a script's error text says that it must declare every key, as some services
@@ -232,7 +252,10 @@ fn normalized(text: &str) -> String {
         .strip_prefix("@user_script: ")
         .and_then(|text| text.split_once(": "))
         .map_or(text, |(_, reason)| reason);
-    let text = text.split_once(" script: ").map_or(text, |(reason, _)| reason);
+    let text = match text.rsplit_once(" script: ") {
+        Some((reason, position)) if position.contains(", on @") => reason,
+        _ => text,
+    };
     // A server that does not know AUTH quotes its arguments, the password among them.
     let text = text.split_once(", with args beginning with").map_or(text, |(reason, _)| reason);
     text.split_whitespace().collect::<Vec<_>>().join(" ")

@@ -124,21 +124,30 @@ local function times_of_denial(state, quota, cost, extra)
   return quota.algorithm.retry_after(state, quota, cost, extra), reset_after(state, quota, extra)
 end
 
+-- Sets the expiry of a key, unless it lives longer already.
+local function extend(key, expires_at)
+  local ttl = call('PTTL', key)
+  if ttl == -2 then return end
+  if ttl == -1 or floor(server_time / 1000) + ttl < expires_at - 1 then
+    call('PEXPIREAT', key, expires_at)
+  end
+end
+
 local function save(key, state, quota)
+  -- A refund by an instance with an older, shorter window must not shorten the life of the count.
+  local has_other_window = state.is_refund and (state.is_stale or state.has_other_window)
+  local ttl = has_other_window and call('PTTL', key) or 0
   if state.is_foreign or quota.algorithm.is_empty(state) then call('UNLINK', key) end
   if not quota.algorithm.is_empty(state) then quota.algorithm.save(key, state, quota) end
+  if ttl > 0 then extend(key, floor(server_time / 1000) + ttl) end
 end
 
 -- Extends the expiry of a count, which a longer window or a lower rate requires. A denied request
 -- writes nothing else, unless its denial counts or the clock stepped back.
 local function keep_alive(key, state, quota)
-  if not state.is_stale then return end
-  local ttl = call('PTTL', key)
-  if ttl == -2 then return end
-  local expires_at = expiry(quota.algorithm.counts_until(state, quota))
-  if ttl == -1 or floor(server_time / 1000) + ttl < expires_at - 1 then
-    call('PEXPIREAT', key, expires_at)
-  end
+  -- The count of another algorithm stays as it is, and counts at the rate of this one.
+  if state.another then state, quota = state.another.state, state.another end
+  if state.is_stale then extend(key, expiry(quota.algorithm.counts_until(state, quota))) end
 end
 
 local function answer(...)
@@ -211,9 +220,15 @@ local function report(charge)
   local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
   local spend = math.max(0, math.min(charge.cost, quota.max_level - algorithm.level(state)))
   algorithm.spend(state, quota, spend)
-  local retry_after = charge.fits and 0 or algorithm.retry_after(state, quota, 1, 0)
+  -- If there is nothing to record, a count of another algorithm stays as it is.
+  if spend > 0 then state.another = nil end
+  local retry_after, reset_after = 0, nil
+  if charge.fits then
+    reset_after = algorithm.reset_after(state, quota, 0)
+  else
+    retry_after, reset_after = times_of_denial(state, quota, 1, 0)
+  end
   local allowed = charge.fits and 1 or 0
-  local reset_after = algorithm.reset_after(state, quota, 0)
   answer(allowed, algorithm.remaining(state, quota), retry_after, reset_after, 0)
   if spend > 0 or state.stepped_back then
     save(charge.key, state, quota)
@@ -254,6 +269,7 @@ local function group(header, from, to)
       -- The units of another algorithm have lost their times.
       if not charge.state.is_foreign and not charge.algorithm.is_empty(charge.state) then
         charge.algorithm.refund(charge.key, charge.state, charge.quota, charge.cost, charge.since)
+        charge.state.is_refund = true
         save(charge.key, charge.state, charge.quota)
       end
       answer_unspent(charge)

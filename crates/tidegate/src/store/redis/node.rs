@@ -31,6 +31,8 @@ pub(super) struct NodeClient {
     queue: Queue,
     circuit: Circuit,
     calls: NodeCalls,
+    /// Held while missing permissions are looked for, once for all calls that failed.
+    pub(super) permission_check: tokio::sync::Mutex<()>,
     supervisor: JoinHandle<()>,
 }
 
@@ -110,11 +112,23 @@ impl NodeClient {
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
         let circuit = Circuit::new(CircuitOptions::default());
-        Self { shared, queue: Queue::new(), circuit, calls: NodeCalls::new(), supervisor }
+        Self {
+            shared,
+            queue: Queue::new(),
+            circuit,
+            calls: NodeCalls::new(),
+            permission_check: tokio::sync::Mutex::default(),
+            supervisor,
+        }
     }
 
     pub(super) fn address(&self) -> &Address {
         &self.shared.address
+    }
+
+    /// Returns the name of its user.
+    pub(super) fn user(&self) -> &str {
+        self.shared.options.user.as_deref().unwrap_or("default")
     }
 
     /// Returns the circuit of decisions on this node.

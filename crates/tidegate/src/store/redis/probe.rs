@@ -42,17 +42,7 @@ impl Shared {
     /// Decides a charge on an internal key by the same script as any decision, so that it fails
     /// whenever decisions on this node would.
     pub(super) async fn probe(&self, node: &Arc<NodeClient>) -> Result<(), StoreError> {
-        let topology = self.topology.state();
-        let key = if topology.is_cluster() {
-            // A node that has left the cluster decides nothing, so the probe succeeds.
-            let is_primary = topology.primaries().iter().any(|primary| Arc::ptr_eq(primary, node));
-            let Some(key) = is_primary.then(|| self.probe_key_on(node)).flatten() else {
-                return Ok(());
-            };
-            key
-        } else {
-            self.internal_key("probe-0")
-        };
+        let Some(key) = self.probe_key(node) else { return Ok(()) };
         let quota = Quota::fixed_window(Quota::MAX_LIMIT, Duration::from_secs(1));
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
@@ -80,11 +70,16 @@ impl Shared {
         format!("{}:{{%{name}}}", self.prefix)
     }
 
-    /// Returns a probe key in a slot of this node.
-    fn probe_key_on(&self, node: &Arc<NodeClient>) -> Option<String> {
+    /// Returns a probe key of this node; `None` if it has left the cluster, and decides nothing.
+    pub(super) fn probe_key(&self, node: &Arc<NodeClient>) -> Option<String> {
         let topology = self.topology.state();
         let key = |number| self.internal_key(&format!("probe-{number}"));
-        (0..MAX_TAGS).map(key).find(|key| topology.is_owner(slot_of(key), node))
+        if !topology.is_cluster() {
+            return Some(key(0));
+        }
+        let is_primary = topology.primaries().iter().any(|primary| Arc::ptr_eq(primary, node));
+        let is_owned = |key: &String| topology.is_owner(slot_of(key), node);
+        is_primary.then(|| (0..MAX_TAGS).map(key).find(is_owned)).flatten()
     }
 }
 
@@ -96,7 +91,11 @@ async fn probe_until_closed(store: Weak<Shared>, node: Arc<NodeClient>) {
         if !node.circuit().takes_probe() {
             continue;
         }
-        let probed = store.probe(&node).await;
+        let mut probed = store.probe(&node).await;
+        // The probe does not need all commands.
+        if node.circuit().is_not_permitted() || matches!(probed, Err(StoreError::NotPermitted(_))) {
+            probed = store.check_permissions(&node).await.and(probed);
+        }
         if node.circuit().record_probe(probed.as_ref().err()) {
             tracing::debug!(node = %node.address(), "circuit closed");
             return;
