@@ -144,8 +144,8 @@ export interface Policy {
   cost?: number | CostByAttribute | null;
   overrides?: Override[] | number;
   override_count?: number;
-  /** Whether a request has matched it since the start; null for a rule of Envoy. */
-  matched?: boolean | null;
+  /** Whether a request has matched it since the start; absent for a rule of Envoy. */
+  matched?: boolean;
   count_denied?: boolean | null;
 }
 

@@ -41,7 +41,8 @@ struct PolicyBody<'a> {
     show_keys: &'static str,
     overrides: Vec<OverrideBody>,
     override_count: usize,
-    /// Whether a request has matched it since the start; null for a rule.
+    /// Whether a request has matched it since the start. Rules have no such field.
+    #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<bool>,
     /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
     #[serde(skip_serializing_if = "Option::is_none")]

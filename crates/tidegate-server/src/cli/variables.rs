@@ -17,7 +17,7 @@ pub(super) fn warning(file: Option<&Path>) -> Option<String> {
     let text = file.and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     let unknown: Vec<String> = unknown(names, &text).collect();
-    let known = known();
+    let known = known(|command| ["serve", "gateway"].contains(&command));
     let entries = unknown.iter().map(|name| match similar(name, &known) {
         Some(known) => format!("{name} (did you mean {known}?)"),
         None => name.clone(),
@@ -31,13 +31,14 @@ pub(super) fn warning(file: Option<&Path>) -> Option<String> {
     })
 }
 
-/// Returns the variables that a command or the configuration reads.
-fn known() -> BTreeSet<String> {
+/// Returns the variables that the configuration or one of these commands reads.
+fn known(is_wanted: impl Fn(&str) -> bool) -> BTreeSet<String> {
     let mut known = BTreeSet::from([logs::VARIABLE.to_owned()]);
     for variable in config::TOKEN_VARIABLES {
         known.extend([variable.to_owned(), format!("{variable}_FILE")]);
     }
-    for command in Arguments::command().get_subcommands() {
+    let arguments = Arguments::command();
+    for command in arguments.get_subcommands().filter(|command| is_wanted(command.get_name())) {
         let variables = command.get_arguments().filter_map(|argument| argument.get_env());
         known.extend(variables.filter_map(|name| name.to_str()).map(str::to_owned));
     }
@@ -45,7 +46,7 @@ fn known() -> BTreeSet<String> {
 }
 
 fn unknown(names: impl Iterator<Item = String>, config: &str) -> impl Iterator<Item = String> {
-    let known = known();
+    let known = known(|_| true);
     let is_used =
         move |name: &String| known.contains(name) || config.contains(&format!("${{{name}"));
     let names: BTreeSet<String> = names
@@ -85,7 +86,7 @@ mod tests {
 
     #[test]
     fn misspelt_variables_come_with_the_right_name() {
-        let known = known();
+        let known = known(|command| ["serve", "gateway"].contains(&command));
         for (name, expected) in [
             ("TIDEGATE_REDIS_URL", Some("TIDEGATE_REDIS")),
             ("TIDEGATE_LOG_LEVEL", Some("TIDEGATE_LOG")),

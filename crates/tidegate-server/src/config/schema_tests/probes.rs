@@ -257,6 +257,8 @@ pub(super) const PROBES: [Probe; 30] = [
                 "overrides": [{"key": "k", "limit": 2}]}]"#,
             r#"[{"name": "a", "limit": 1, "window": "1s", "key": "ip",
                 "overrides": [{"key": "10.0.0.0/8", "limit": 2}]}]"#,
+            r#"[{"name": "a", "limit": 1, "window": "1s", "key": ["path", "ip"],
+                "overrides": [{"key": ["/", "10.0.0.0/8"], "limit": 2}]}]"#,
         ],
     },
     Probe {

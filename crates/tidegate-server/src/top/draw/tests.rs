@@ -38,7 +38,7 @@ fn view() -> View {
                              "pending_debit_units": 0},
                 "memory": {"keys": 12, "max_keys": 1_000_000}, "deny_cache_entries": 3},
             "reload": {"at_ms": null, "ok": true, "error": null, "config_loaded_at_ms": 2_000,
-                       "config_file": "tidegate.yaml", "restart_pending": ["listen", "store"]},
+                       "config_file": "tidegate.yaml"},
             "upstreams": null,
         }),
     );
@@ -68,7 +68,7 @@ fn everything_fits_on_a_terminal_of_80_by_24() {
     let expected = [
         "tidegate 0.1.0  127.0.0.1:8082  up 3h 12m  00:00:08 UTC",
         "store     redis up  fallback off  0 units to settle  2 instances",
-        "config    RESTART PENDING: listen, store  tidegate.yaml  loaded 6s ago",
+        "config    tidegate.yaml  loaded 6s ago",
         "requests  750 allowed/s  56 denied/s  0 shadow/s  0 errors/s",
         "latency   p50 0.2 ms  p99 1.3 ms  store p50 0.2 ms  store p99 1.1 ms",
         "sources   store 75 %  deny-cache 25 %",
@@ -150,6 +150,19 @@ fn outage_and_failed_reload_stand_out() {
         ] {
             assert!(text.contains(part), "{part:?} in\n{text}");
         }
+    }
+}
+
+#[test]
+fn pending_restart_stands_out() {
+    let mut view = view();
+    let reload = json!({"ok": true, "config_file": "tidegate.yaml", "config_loaded_at_ms": 2_000,
+        "restart_pending": ["listen", "store"]});
+    apply(&mut view, "status", &json!({"now_ms": 8_000, "store": {"up": true}, "reload": reload}));
+    for (columns, rows) in [(100, 24), (100, 10)] {
+        let text = texts(&view, columns, rows).join("\n");
+        let expected = "config    RESTART PENDING: listen, store  tidegate.yaml  loaded 6s ago";
+        assert!(text.contains(expected), "{text}");
     }
 }
 
