@@ -221,7 +221,7 @@ fn validate(
     let mut warnings = rule_files.warnings;
     warnings.extend_from_slice(envoy.rules.warnings());
     let line = |policy: &str| lines.get(policy).copied();
-    warnings.extend(warning::of_policies(document.name(), &policies, line));
+    warnings.extend(warning::of_policies(document.name(), &policies, &client_ip, line));
     let mut files = rule_files.files;
     files.extend(rule_files.folders);
     let (tls, tls_files) = tls(document, folder, raw.tls)?;

@@ -148,7 +148,7 @@ fn help_of_each_subcommand_has_an_example() {
 }
 
 #[test]
-fn policy_that_clients_bypass_is_a_warning() {
+fn policies_that_may_not_limit_as_meant_are_warnings() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     let check = |config: &str| {
@@ -163,7 +163,24 @@ fn policy_that_clients_bypass_is_a_warning() {
     };
     let user = "policies:\n  - {name: user, key: [header.x-user-id], limit: 1, window: 1s}\n";
     let text = check(user);
-    assert!(text.contains("tidegate.yaml:2: a client that leaves out header.x-user-id"), "{text}");
+    assert!(
+        text.contains("tidegate.yaml:2: policy \"user\": a client that leaves out header"),
+        "{text}"
+    );
+    let literal = "policies:\n  - {name: a, match: {path: '/users/{id}'}, limit: 1, window: 1s}\n  \
+                   - {name: b, match: {path: ['/x', '/users/:id/**']}, limit: 1, window: 1s}\n";
+    let text = check(literal);
+    let first = "tidegate.yaml:2: policy \"a\": the path \"/users/{id}\" matches only itself: \
+                 write \"/users/*\"";
+    assert!(text.contains(first) && text.contains("write \"/users/*/**\""), "{text}");
+    let addresses = "policies:\n  - {name: a, match: {ip: '2001:db8::1'}, limit: 1, window: 1s}\n  \
+                     - {name: b, key: ip, limit: 1, window: 1s, overrides: [{key: '2001:db8::/32', \
+                     limit: 2}]}\n  - {name: c, match: {ip: [192.0.2.7, '10.*', '2001:db8::/64']}, \
+                     limit: 1, window: 1s}\n";
+    let text = check(addresses);
+    let right = "no request has the address \"2001:db8::1\": write \"2001:db8::/64\"";
+    assert!(text.contains(right) && text.contains("\"2001:db8::/32\": write"), "{text}");
+    assert_eq!(text.matches("warning").count(), 2, "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
     assert_eq!(check(&guarded), "");
 }

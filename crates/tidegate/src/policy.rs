@@ -8,14 +8,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::enum_names::enum_names;
-use crate::key::{Key, KeyError};
+use crate::key::Key;
 use crate::quota::Quota;
 
 mod builder;
 mod decisions;
+mod error;
 mod index;
 mod key_source;
 mod limiter;
+mod mistake;
 mod path;
 mod pattern;
 mod pipeline;
@@ -26,6 +28,7 @@ mod value;
 
 pub use builder::PolicyBuilder;
 pub use decisions::{PolicyDecision, PolicyDecisions};
+pub use error::PolicyError;
 pub(crate) use key_source::AttributeNames;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
@@ -33,6 +36,8 @@ pub use key_source::{AttributeError, KeySource};
 #[cfg(feature = "config")]
 pub(crate) use key_source::{NAMES as ATTRIBUTE_NAMES, PREFIXES as ATTRIBUTE_PREFIXES};
 pub use limiter::{DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, TRACE_TARGET};
+#[cfg(feature = "config")]
+pub(crate) use mistake::NOT_IN_HOSTS;
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
@@ -251,54 +256,6 @@ pub enum Cost {
     },
 }
 
-/// Error in a policy, or in a set of policies.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum PolicyError {
-    /// The name is invalid.
-    #[error("the policy name {0}")]
-    Name(KeyError),
-    /// Two policies have the same name, and would share their counts.
-    #[error("the policy name {0:?} is used twice: policy names must be unique")]
-    Twice(String),
-    /// A condition has no pattern, so it would never match.
-    #[error("the attribute {0:?} has no value to match: give one, or a list of some")]
-    NoPattern(String),
-    /// A pattern would never match.
-    #[error("the pattern {pattern:?} would never match: {reason}")]
-    Pattern {
-        /// The pattern.
-        pattern: String,
-        /// Reason, and what would be right.
-        reason: String,
-    },
-    /// A key is overridden twice.
-    #[error("the key {0:?} is overridden twice")]
-    OverriddenTwice(String),
-    /// The cost could never be admitted.
-    #[error("cost {cost} can never be admitted: the quota admits at most {most} at once")]
-    Cost {
-        /// The cost.
-        cost: u64,
-        /// Burst of the smallest quota of the policy; for the `max` of an attribute, the largest.
-        most: u64,
-    },
-    /// The default cost is above the maximum.
-    #[error("the default cost {default} is more than the max {max}: lower it, or raise the max")]
-    DefaultCost {
-        /// The default.
-        default: u64,
-        /// The maximum.
-        max: u64,
-    },
-    /// The cost is 0.
-    #[error("cost 0 takes nothing: a cost is at least 1")]
-    ZeroCost,
-    /// The name of an attribute is unknown or malformed.
-    #[error(transparent)]
-    Attribute(#[from] AttributeError),
-}
-
 impl Condition {
     fn parse(&mut self, rules: PathRules) -> Result<(), PolicyError> {
         let patterns = self.texts.iter().map(|text| Pattern::new(&self.attribute, text, rules));
@@ -390,22 +347,54 @@ impl Policy {
         values: &[impl AsRef<str>],
         quota: Quota,
     ) -> Result<(), PolicyError> {
-        let key = if values.len() == self.key.len() {
-            let normal = self.key.iter().zip(values).map(|(source, value)| {
-                let value = value.as_ref();
-                if source.is_path() {
-                    return self.path_rules.matched(value).unwrap_or(Cow::Borrowed(value));
-                }
-                source.normalize(Cow::Borrowed(value))
-            });
-            join(&normal.collect::<Vec<_>>())
-        } else {
-            join(values)
-        };
+        if let Some(reason) = self.mistake_in_override(values) {
+            return Err(PolicyError::Override { key: join(values), reason });
+        }
+        let normal = self.key.iter().zip(values).map(|(source, value)| {
+            let value = value.as_ref();
+            if source.is_path() {
+                return self.path_rules.matched(value).unwrap_or(Cow::Borrowed(value));
+            }
+            source.normalize(Cow::Borrowed(value))
+        });
+        let key = join(&normal.collect::<Vec<_>>());
         match self.overrides.insert(key.clone(), quota) {
             None => Ok(()),
             Some(_) => Err(PolicyError::OverriddenTwice(key)),
         }
+    }
+
+    /// Returns why no request has this key, and what would be right.
+    fn mistake_in_override(&self, values: &[impl AsRef<str>]) -> Option<String> {
+        let names = || self.key.iter().map(KeySource::as_str).collect::<Vec<_>>().join(", ");
+        match (values.len(), self.key.len()) {
+            (_, 0) => Some(
+                "this policy counts all requests together: give it a key, such as `key: [ip]`"
+                    .to_owned(),
+            ),
+            (values, keys) if values == keys => None,
+            (_, 1) => {
+                Some(format!("this policy counts only by {}: write one value, not a list", names()))
+            }
+            (values, keys) => Some(format!(
+                "it has {values} of the {keys} values that this policy counts by: write a list of \
+                 {}, in order",
+                names()
+            )),
+        }
+        .or_else(|| {
+            let mut pairs = self.key.iter().zip(values);
+            pairs.find_map(|(source, value)| mistake::in_key(source, value.as_ref()))
+        })
+    }
+
+    /// Iterates over the path patterns that are probably not meant literally, each with the pattern
+    /// that is probably meant: `/users/{id}` matches only that path, `/users/*` matches any user.
+    #[doc(hidden)]
+    pub fn literal_parameters(&self) -> impl Iterator<Item = (&str, String)> {
+        let paths = self.conditions.iter().filter(|condition| condition.attribute.is_path());
+        let texts = paths.flat_map(|condition| &condition.texts);
+        texts.filter_map(|text| Some((text.as_str(), mistake::meant_by_path(text)?)))
     }
 
     /// Sets the cost. Called after all overrides: the cost must fit every quota.

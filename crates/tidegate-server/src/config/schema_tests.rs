@@ -31,7 +31,7 @@ const INEXPRESSIBLE: [(&str, &str); 24] = [
     ("can never be admitted", "compares two numbers"),
     ("is more than the max", "compares two numbers"),
     ("to refill at", "multiplies numbers and a duration"),
-    ("of several attributes: write one value", "compares the lengths of two lists"),
+    ("networks are not supported here", "depends on the position of ip in the key"),
     ("counts only by", "compares the lengths of two lists"),
     ("values that this policy counts by", "compares the lengths of two lists"),
     ("bytes: at most", "maxLength counts characters, not bytes"),
@@ -177,8 +177,9 @@ fn examples() -> Vec<Value> {
     let with_password = "store: {redis: 'redis://u@h', password_file: redis-password}\n";
     let with_sentinels = "store: {sentinel: {master: m, nodes: ['redis://h'], username: u, \
                           password_file: redis-password}}\n";
-    let overridden = "policies: [{name: a, algorithm: token-bucket, limit: 10, window: 1s, overrides: \
-                      [{key: k, limit: 20, window: 2s, burst: 30}]}]\n";
+    let overridden = "attributes: [tenant]\npolicies: [{name: a, algorithm: token-bucket, limit: 10, \
+                      window: 1s, key: tenant, overrides: [{key: k, limit: 20, window: 2s, burst: \
+                      30}]}]\n";
     let mut examples = Vec::new();
     for block in blocks.chain([commented, with_password, with_sentinels, overridden, super::SAMPLE])
     {

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use tidegate::Policies;
+use tidegate::{ClientIp, KeySource, Policies, Policy};
 
 /// Warning about a file that is loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,25 +22,89 @@ impl fmt::Display for ConfigWarning {
     }
 }
 
-/// Returns a warning for each policy that clients bypass by leaving out its key, because no other
-/// policy limits the same requests. `line` returns the line of a policy.
+/// Number of policies with the same warning that have a line each. More of them share one.
+const MAX_LINES: usize = 3;
+
+/// Returns the warnings about policies. `line` returns the line of a policy.
 pub(super) fn of_policies(
     file: &str,
     policies: &Policies,
+    client_ip: &ClientIp,
     line: impl Fn(&str) -> Option<u64>,
 ) -> Vec<ConfigWarning> {
-    let warning = |policy: &tidegate::Policy| {
-        let key: Vec<&str> = policy.key().iter().map(tidegate::KeySource::as_str).collect();
-        ConfigWarning {
-            file: file.to_owned(),
-            line: line(policy.name()),
-            message: format!(
-                "a client that leaves out {} is not limited by {:?}, and no other policy limits \
-                 all clients of the same requests: add one by ip, or set `missing_key: deny`",
-                key.join(" or "),
-                policy.name()
-            ),
-        }
-    };
-    policies.bypassable().map(warning).collect()
+    let bypassable = policies.bypassable().map(|policy| {
+        let key = policy.key().iter().map(KeySource::as_str).collect::<Vec<_>>().join(" or ");
+        (policy.name(), format!("a client that leaves out {key} is not limited by it"))
+    });
+    let bypassed = "no other policy limits all clients of the same requests: add one by ip, or set \
+                    `missing_key: deny`";
+    let literal = policies.iter().flat_map(|policy| {
+        let patterns = policy.literal_parameters();
+        patterns.map(|(text, meant)| {
+            (policy.name(), format!("the path {text:?} matches only itself: write {meant:?}"))
+        })
+    });
+    let literals = "`*` stands for any text without a slash, `**` for any text; there are neither \
+                    parameters nor regular expressions";
+    let unseen = policies.iter().flat_map(|policy| {
+        let unseen = unseen_addresses(policy, client_ip);
+        unseen.map(|(text, group)| {
+            (policy.name(), format!("no request has the address {text:?}: write {group:?}"))
+        })
+    });
+    let addresses = "requests have IPv4 addresses, and the networks of IPv6 addresses by \
+                     client_ip.ipv6_prefix";
+    [
+        grouped(file, &line, &bypassable.collect::<Vec<_>>(), bypassed),
+        grouped(file, &line, &literal.collect::<Vec<_>>(), literals),
+        grouped(file, &line, &unseen.collect::<Vec<_>>(), addresses),
+    ]
+    .concat()
+}
+
+/// Returns a warning for each policy, or one for all if they are many. A warning has the name of
+/// the policy, what is wrong with it, and an explanation that all share.
+fn grouped(
+    file: &str,
+    line: impl Fn(&str) -> Option<u64>,
+    found: &[(&str, String)],
+    explanation: &str,
+) -> Vec<ConfigWarning> {
+    let warning =
+        |name: &str, message| ConfigWarning { file: file.to_owned(), line: line(name), message };
+    if found.len() <= MAX_LINES {
+        let message = |(name, wrong): &(&str, String)| {
+            warning(name, format!("policy {name:?}: {wrong}; {explanation}"))
+        };
+        return found.iter().map(message).collect();
+    }
+    let first: Vec<String> =
+        found[..MAX_LINES].iter().map(|(name, _)| format!("{name:?}")).collect();
+    let (name, wrong) = &found[0];
+    vec![warning(
+        name,
+        format!(
+            "{} policies, {} and {} more: {wrong} (the first one); {explanation}",
+            found.len(),
+            first.join(", "),
+            found.len() - MAX_LINES
+        ),
+    )]
+}
+
+/// Iterates over the addresses in the conditions and overrides of a policy that no request has in
+/// this form, each with the form that requests have.
+fn unseen_addresses<'a>(
+    policy: &'a Policy,
+    client_ip: &'a ClientIp,
+) -> impl Iterator<Item = (&'a str, String)> {
+    let conditions = policy.conditions().filter(|(attribute, _)| *attribute == "ip");
+    let patterns = conditions.flat_map(|(_, patterns)| patterns).map(String::as_str);
+    let is_by_ip = policy.key().iter().map(KeySource::as_str).eq(["ip"]);
+    let keys = policy.overrides().map(|(key, _)| key).filter(move |_| is_by_ip);
+    patterns.chain(keys).filter_map(|text| {
+        let address = text.split('/').next().unwrap_or_default();
+        let group = client_ip.group(address.parse().ok()?);
+        (group != text).then_some((text, group))
+    })
 }

@@ -47,7 +47,10 @@ fn synchronous_freeing_is_a_warning_if_there_are_large_logs() {
         (format!("{{{log}, limit: 100}}"), "note"),
         (format!("{{{log}, limit: 50000}}"), "warning"),
         (format!("{{{log}, limit: 50000, encoding: packed}}"), "note"),
-        (format!("{{{log}, limit: 10, overrides: [{{key: u, limit: 60000}}]}}"), "warning"),
+        (
+            format!("{{{log}, limit: 10, key: ip, overrides: [{{key: u, limit: 60000}}]}}"),
+            "warning",
+        ),
     ] {
         assert_found(&with(&policy), "lazy-freeing", level, "lazyfree-lazy-expire is off");
     }

@@ -18,8 +18,8 @@ use super::schema::{
 use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
 use crate::policy::{
-    AttributeNames, Cost, KeySource, MissingKey, Mode, OnStoreFailure, PathRules, Policy,
-    PolicyError, ShowKeys,
+    AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, PathRules, Policy, PolicyError,
+    ShowKeys,
 };
 use crate::quota::{Quota, QuotaError};
 
@@ -147,10 +147,8 @@ impl RawPolicy {
         for entry in &raw.overrides {
             let window = entry.window.as_ref().unwrap_or(&raw.window);
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
-            let values = entry.key.value.texts();
-            check_override_key(values.len(), &policy)
-                .map_err(|error| document.error_at(&entry.key, &error))?;
             let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
+            let values = entry.key.value.texts();
             policy.add_override(values, quota).map_err(error_at(document, &entry.key))?;
         }
         match &raw.cost {
@@ -222,25 +220,6 @@ fn error_at<T>(
     value: &Spanned<T>,
 ) -> impl FnOnce(PolicyError) -> ConfigError {
     move |error| document.error_at(value, &error.to_string())
-}
-
-/// Checks the number of values in the key of an override: one for each attribute of the policy's
-/// key.
-fn check_override_key(parts: usize, policy: &Policy) -> Result<(), String> {
-    match (parts, policy.key()) {
-        (1, [] | [_]) => Ok(()),
-        (parts, [_, _, ..]) if parts == policy.key().len() => Ok(()),
-        (_, []) => {
-            Err("this policy has no key of several attributes: write one value, not a list"
-                .to_owned())
-        }
-        (_, [one]) => Err(format!("this policy counts only by {one}: write one value, not a list")),
-        (parts, many) => Err(format!(
-            "has {parts} of the {} values that this policy counts by: write a list of {}, in order",
-            many.len(),
-            many.iter().map(KeySource::as_str).collect::<Vec<_>>().join(", ")
-        )),
-    }
 }
 
 /// Makes a key without a value an error, because it would count all requests together.

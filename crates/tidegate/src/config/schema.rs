@@ -12,7 +12,7 @@ use super::duration;
 use super::policy::POLICY_FAILURES;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::key::MAX_KEY_BYTES;
-use crate::policy::{ATTRIBUTE_NAMES, ATTRIBUTE_PREFIXES, OnStoreFailure};
+use crate::policy::{ATTRIBUTE_NAMES, ATTRIBUTE_PREFIXES, NOT_IN_HOSTS, OnStoreFailure};
 use crate::quota::{MAX_WINDOW, MIN_WINDOW, Quota};
 
 /// Text without control characters, at least one character long.
@@ -103,6 +103,21 @@ fn attribute_pattern() -> String {
     format!(r"^(?:{names}|header\.{HEADER_NAME}+|(?:{others})\.{NAME}+|{custom})$")
 }
 
+/// Expression of what may be an address, or a pattern of some, but not an IPv4 network.
+const ADDRESS: &str = "^[^/]*$|:.*/";
+
+/// Returns the expression of the patterns of hosts.
+fn host_pattern() -> String {
+    let escaped = |it: &char| format!(r"\u{:04x}", u32::from(*it));
+    format!("^[^{}]*$", NOT_IN_HOSTS.iter().map(escaped).collect::<String>())
+}
+
+/// Returns the schema of a text that matches an expression, or a list of such texts.
+fn texts_schema(pattern: &str) -> Value {
+    let items = json!({"type": TEXT_TYPES, "pattern": pattern});
+    json!({"type": TEXTS_TYPES, "pattern": pattern, "items": items, "minItems": 1})
+}
+
 /// Defines a type that only has a schema.
 macro_rules! schema_type {
     ($(#[$doc:meta])* $name:ident, $schema:expr) => {
@@ -165,6 +180,12 @@ schema_type!(
     json_schema!({
         "type": "object",
         "propertyNames": {"pattern": attribute_pattern()},
+        "properties": {
+            "ip": texts_schema(ADDRESS),
+            "method": texts_schema("^[0-9A-Za-z*_-]+$"),
+            "path": texts_schema(r"^(?!\^|!/|[0-9A-Za-z+.-]+://)"),
+            "host": texts_schema(&host_pattern())
+        },
         "additionalProperties": {
             "type": TEXTS_TYPES, "items": {"type": TEXT_TYPES}, "minItems": 1
         }
@@ -230,6 +251,27 @@ pub(super) fn add_policy_rules(schema: &mut Schema) {
             "then": {
                 "properties":
                     with_limits(json!({"limit": {"maximum": Quota::MAX_SORTED_SET_LIMIT}}))
+            }
+        },
+        {
+            "if": {
+                "properties": {"overrides": {"type": "array", "minItems": 1}},
+                "required": ["overrides"]
+            },
+            "then": {"properties": {"key": {"minItems": 1}}, "required": ["key"]}
+        },
+        {
+            "if": {"properties": {"key": {"enum": ["ip", ["ip"]]}}, "required": ["key"]},
+            "then": {
+                "properties": {
+                    "overrides": {
+                        "items": {
+                            "properties": {
+                                "key": {"pattern": ADDRESS, "items": {"pattern": ADDRESS}}
+                            }
+                        }
+                    }
+                }
             }
         }
     ]);

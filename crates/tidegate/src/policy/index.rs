@@ -106,11 +106,11 @@ mod tests {
         /// The index may only leave out policies that would not have matched.
         #[test]
         fn index_and_linear_search_select_the_same_policies(
-            patterns in proptest::collection::vec(("path|host|domain", "(/[ab]{1,2}|/\\*|/\\*\\*|/a\\*|\\*\\*){1,4}"), 0..12),
+            patterns in proptest::collection::vec(("path|descriptor\\.x|domain", "(/[ab]{1,2}|/\\*|/\\*\\*|/a\\*|\\*\\*){1,4}"), 0..12),
             path in "(/[ab]{1,2}){0,4}/?", host in "(/[ab]{1,2}){0,3}",
         ) {
             let list = policies(&patterns);
-            let request = BTreeMap::from([("path", path), ("host", host)].map(|(name, value)| (name.to_owned(), value)));
+            let request = BTreeMap::from([("path", path), ("descriptor.x", host)].map(|(name, value)| (name.to_owned(), value)));
             let path = normalize_path(&request["path"]);
             let values = RequestValues::new(&request, Some(&path));
             let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&values).expect("sound")).map(Policy::name).collect();

@@ -1,7 +1,9 @@
 //! Patterns with `*` and `**`.
 
-use super::path::{PathRules, PatternError, normalize_host};
-use super::{KeySource, PolicyError};
+use std::borrow::Cow;
+
+use super::path::{PathRules, PatternError};
+use super::{KeySource, PolicyError, mistake};
 
 /// Exact text, or text with `*` (any text without a slash) and `**` (any text).
 #[derive(Debug, Clone)]
@@ -28,19 +30,21 @@ impl Pattern {
         rules: PathRules,
     ) -> Result<Self, PolicyError> {
         let is_path = attribute.is_path();
+        let never_matches =
+            |reason: String| PolicyError::Pattern { pattern: text.to_owned(), reason };
+        if let Some(reason) = mistake::in_pattern(attribute, text) {
+            return Err(never_matches(reason));
+        }
         let normal = if is_path {
-            let invalid = |reason: PatternError| PolicyError::Pattern {
-                pattern: text.to_owned(),
-                reason: reason.to_string(),
-            };
+            let invalid = |reason: PatternError| never_matches(reason.to_string());
             if text.contains('*') {
                 rules.pattern(text).map_err(invalid)?
             } else {
                 let path = rules.matched(text);
                 path.map_err(PatternError::Rejected).map_err(invalid)?.into_owned()
             }
-        } else if attribute.as_str() == "host" {
-            normalize_host(text).into_owned()
+        } else if ["host", "method"].contains(&attribute.as_str()) {
+            attribute.normalize(Cow::Borrowed(text)).into_owned()
         } else {
             text.to_owned()
         };

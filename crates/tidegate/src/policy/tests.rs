@@ -1,6 +1,7 @@
 use std::time::Duration;
 
 use super::*;
+use crate::key::KeyError;
 
 fn quota(limit: u64) -> Quota {
     Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid")
@@ -31,11 +32,12 @@ fn invalid_parts_are_errors_whatever_their_order() {
     let cost = |default, max| Cost::Attribute { name: "header.c".to_owned(), default, max };
     assert!(error(policy("a").cost(cost(7, 5))).contains("more than the max 5"));
     assert!(error(policy("a").cost(cost(1, 11))).contains("at most 10"));
-    let small = |cost| policy("a").cost(cost).override_for(["small"], quota(5));
+    let small = |cost| policy("a").key(["ip"]).cost(cost).override_for(["small"], quota(5));
     assert!(small(cost(1, 10)).build().is_ok(), "the small one takes 5 at most");
     assert!(error(small(cost(6, 10))).contains("at most 5"));
     assert!(error(small(Cost::Fixed(6))).contains("at most 5"));
-    let twice = policy("a").override_for(["k"], quota(1)).override_for(["k"], quota(2));
+    let by_ip = policy("a").key(["ip"]);
+    let twice = by_ip.override_for(["k"], quota(1)).override_for(["k"], quota(2));
     assert!(error(twice).contains("overridden twice"));
     let unknown = Cost::Attribute { name: "heder.c".to_owned(), default: 1, max: 1 };
     for wrong in [
@@ -61,4 +63,89 @@ fn references_are_those_of_conditions_key_and_cost() {
     let policy = policy("a").cost(cost).key(["ip", "header.X"]).matches("domain", ["edge"]);
     let policy = policy.attributes(["tenant"]).build().expect("valid");
     assert!(policy.references().eq(["domain", "ip", "header.x", "tenant"]));
+}
+
+#[test]
+fn patterns_that_no_request_matches_are_errors_with_the_right_spelling() {
+    for (attribute, pattern, right) in [
+        ("ip", "10.0.0.0/8", "networks are not supported here yet"),
+        ("ip", "10.0.0.0/8", "write `10.*`"),
+        ("ip", "192.168.0.0/16", "write `192.168.*`"),
+        ("ip", "192.0.2.7/32", "write `192.0.2.7`"),
+        ("ip", "172.16.0.0/12", "patterns such as `10.1.*`"),
+        ("ip", "2001:DB8::1/64", "write it"),
+        ("ip", "2001:DB8::1/64", "`2001:db8::/64`"),
+        ("path", "^/api/.*$", "such as `/api/**`"),
+        ("path", "^/users/[^/]+/posts", "such as `/users/*/posts`"),
+        ("path", "^/(a|b)", "such as `/api/**`"),
+        ("path", "!/health", "list the paths to limit"),
+        ("path", "https://example.com/api/**", "write `/api/**`"),
+        ("method", "GET|POST", "write a list, `[GET, POST]`"),
+        ("method", "get, post", "write a list, `[GET, POST]`"),
+        ("method", "!GET", "list the methods to limit"),
+        ("method", "^GET$", "write `GET`"),
+        ("method", "", "such as `GET`"),
+        ("host", "https://example.com", "write `example.com`"),
+        ("host", "example.com/api", "write `example.com`"),
+        ("host", "a.example|b.example", "a list of some"),
+    ] {
+        let error = error(policy("a").matches(attribute, [pattern]));
+        let expected = format!("{pattern:?} would never match: ");
+        assert!(error.contains(&expected) && error.contains(right), "{attribute}: {error}");
+    }
+    for (attribute, pattern) in [
+        ("ip", "192.0.2.7"),
+        ("ip", "10.*"),
+        ("ip", "2001:db8::/64"),
+        ("ip", "2001:db8:*/64"),
+        ("path", "/a^b"),
+        ("path", "/users:login"),
+        ("path", "/proxy/https://example.com"),
+        ("method", "M-SEARCH"),
+        ("method", "P*"),
+        ("host", "[2001:db8::1]:8080"),
+        ("host", "*.example.com:443"),
+        ("header.x", "a|b, !c"),
+    ] {
+        let built = policy("a").matches(attribute, [pattern]).build();
+        assert!(built.is_ok(), "{attribute}: {pattern}: {built:?}");
+    }
+}
+
+#[test]
+fn overrides_that_no_request_has_are_errors_with_the_right_spelling() {
+    let of = |keys: &[&str], values: &[&str]| {
+        error(policy("a").key(keys.to_vec()).override_for(values.to_vec(), quota(1)))
+    };
+    assert!(of(&[], &["acme"]).contains("would never apply: this policy counts all requests"));
+    assert!(of(&["ip"], &["a", "b"]).contains("counts only by ip: write one value"));
+    assert!(of(&["ip", "path"], &["a"]).contains("has 1 of the 2 values"));
+    assert!(of(&["ip"], &["10.0.0.0/8"]).contains("an entry for each address"));
+    assert!(of(&["ip"], &["10.0.0.1/32"]).contains("write `10.0.0.1`"));
+    assert!(of(&["path", "ip"], &["/", "10.0.0.0/8"]).contains("networks are not supported"));
+    let ipv6 = policy("a").key(["ip"]).override_for(["2001:db8::/64"], quota(1));
+    assert!(ipv6.build().is_ok(), "IPv6 addresses count by their network");
+}
+
+#[test]
+fn method_ignores_case() {
+    let policy = policy("a").matches("method", ["get"]).key(["method"]);
+    let policy = policy.override_for(["get"], quota(3)).build().expect("valid");
+    let policies = Policies::new(vec![policy]).expect("valid");
+    for (method, matches) in [("GET", true), ("get", true), ("Get", true), ("POST", false)] {
+        let request = BTreeMap::from([("method".to_owned(), method.to_owned())]);
+        let selection = policies.select(&request, None).expect("valid");
+        assert_eq!(selection.charges.len(), usize::from(matches), "{method}");
+        for charge in &selection.charges {
+            assert_eq!((charge.key(), charge.quota().limit()), ("GET", 3));
+        }
+    }
+}
+
+#[test]
+fn parameters_of_a_router_are_probably_not_meant_literally() {
+    let paths = ["/users/{id}", "/users/:id/posts", "/u/<int:id>", "/api/.*", "/a$", "/b:c/**"];
+    let policy = policy("a").matches("path", paths).build().expect("valid");
+    let meant: Vec<String> = policy.literal_parameters().map(|(_, meant)| meant).collect();
+    assert_eq!(meant, ["/users/*", "/users/*/posts", "/u/*", "/api/**", "/a"]);
 }

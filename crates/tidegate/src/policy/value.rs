@@ -18,6 +18,7 @@ impl KeySource {
     pub(super) fn normalize<'v>(&self, value: Cow<'v, str>) -> Cow<'v, str> {
         let normalize: fn(&str) -> Cow<'_, str> = match self.as_str() {
             "host" => normalize_host,
+            "method" => method,
             _ if self.is_credentials() => credentials,
             name if name.starts_with("header.") => |value| Cow::Borrowed(trimmed(value)),
             name if name.starts_with("cookie.") => cookie_value,
@@ -70,6 +71,15 @@ pub(crate) fn trimmed(value: &str) -> &str {
 /// Latin-1 in a value that is not UTF-8, as `layer/request_parts.rs` reads them.
 fn is_space(character: char) -> bool {
     character.is_whitespace() || matches!(character, '\u{185}' | '\u{1a0}')
+}
+
+/// Returns a method in upper case: Django and Flask read `get` as `GET`.
+fn method(value: &str) -> Cow<'_, str> {
+    if value.bytes().any(|byte| byte.is_ascii_lowercase()) {
+        Cow::Owned(value.to_ascii_uppercase())
+    } else {
+        Cow::Borrowed(value)
+    }
 }
 
 /// Splits credentials into their scheme and the rest, at the first spaces.

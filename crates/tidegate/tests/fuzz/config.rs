@@ -21,7 +21,7 @@ const SEEDS: [&str; 12] = [
     ),
     "paths: {encoded_slashes: decode, parameters: keep, case_insensitive: true}\npolicies: []\n",
     concat!(
-        "policies:\n  - name: a\n    limit: 5\n    window: 60s\n    overrides:\n",
+        "policies:\n  - name: a\n    key: ip\n    limit: 5\n    window: 60s\n    overrides:\n",
         "      - {key: gold, limit: 9}\n",
     ),
     "x: &a {limit: 5, window: 60s}\npolicies: [{name: a, <<: *a}]\n",
