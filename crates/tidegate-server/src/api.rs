@@ -33,7 +33,9 @@ pub(crate) mod problem;
 pub(crate) mod token;
 
 use browser::BrowserGuard;
-use json::{AttributesBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody};
+use json::{
+    AttributesBody, BindingBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody,
+};
 use problem::Problem;
 
 const MAX_BODY_BYTES: usize = 64 * 1024;
@@ -46,7 +48,8 @@ const MAX_BODY_BYTES: usize = 64 * 1024;
     ),
     paths(acquire, peek, refund, report, forward_auth::forward_auth),
     components(schemas(
-        QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, Problem
+        QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, BindingBody,
+        Problem
     )),
     modifiers(&BearerToken),
     security((), ("token" = []))

@@ -64,8 +64,14 @@ const FALLBACK: usize = 5;
 const MAX_NAMES: usize = 2_000;
 /// Maximum number of names that stem from limit overrides in requests.
 const MAX_OVERRIDE_NAMES: usize = 200;
-pub(crate) const SOURCES: [Source; 5] =
-    [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
+pub(crate) const SOURCES: [Source; 6] = [
+    Source::Store,
+    Source::DenyCache,
+    Source::Local,
+    Source::Allow,
+    Source::Deny,
+    Source::MissingKey,
+];
 /// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];

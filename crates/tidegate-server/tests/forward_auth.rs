@@ -200,7 +200,14 @@ fn named_policy_is_applied_alone_regardless_of_its_match() {
     let keyless = send(&service, "?policy=strict", &[]);
     assert_eq!((keyless.status, keyless.header("retry-after")), (429, None), "missing_key: deny");
     assert_eq!(keyless.header("ratelimit"), Some("\"strict\";r=0"), "no wait helps");
-    assert_eq!(keyless.json()["type"], "about:blank", "no quota is exceeded");
+    let problem = keyless.json();
+    assert_eq!(problem["type"], "about:blank", "no quota is exceeded");
+    assert_eq!(
+        (&problem["source"], &problem["missing_key"]),
+        (&"missing-key".into(), &"header.x-user-id".into())
+    );
+    let detail = "the request lacks header.x-user-id, by which policy \"strict\" counts: send it";
+    assert_eq!(problem["detail"], detail);
     assert_eq!(
         send(&service, "", &user).header("ratelimit"),
         Some("\"every\";r=999;t=3600, \"strict\";r=1;t=3600")

@@ -54,7 +54,8 @@ pub struct Decision {
     pub source: Source,
 }
 
-/// Origin of a decision: the store, a cache, or a substitute while the store is unavailable.
+/// Origin of a decision: the store, a cache, a substitute while the store is unavailable, or a
+/// policy that cannot count the request.
 ///
 /// ```
 /// use tidegate::{Decision, Source};
@@ -73,8 +74,10 @@ pub enum Source {
     Local,
     /// Failing open, because the store is unavailable.
     Allow,
-    /// Failing closed, because the store is unavailable or the request lacks the policy's key.
+    /// Failing closed, because the store is unavailable.
     Deny,
+    /// The policy itself: the request lacks its key, or has an invalid one, so it has no count.
+    MissingKey,
 }
 
 impl Source {
@@ -87,6 +90,7 @@ impl Source {
             Self::Local => "local",
             Self::Allow => "allow",
             Self::Deny => "deny",
+            Self::MissingKey => "missing-key",
         }
     }
 }

@@ -391,7 +391,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         // The key is missing.
-        let rejected = Decision::deny(10, Duration::ZERO).with_source(Source::Deny);
+        let rejected = Decision::deny(10, Duration::ZERO).with_source(Source::MissingKey);
         assert_eq!(
             headers(rejected),
             ["ratelimit: \"p\";r=0", "x-ratelimit-limit: 10", "x-ratelimit-remaining: 0"]

@@ -156,6 +156,9 @@ fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Pro
 fn denial_reason(decisions: &PolicyDecisions<'_>) -> String {
     let Some(denial) = decisions.denied_by() else { return "denied".to_owned() };
     let (policy, wait) = (denial.policy(), denial.decision().retry_after);
+    if let Some(key) = denial.missing_key() {
+        return format!("the request lacks {key}, by which policy {policy:?} counts: send it");
+    }
     if wait.is_zero() {
         return format!("policy {policy:?} does not allow this request");
     }

@@ -224,7 +224,7 @@ pub(crate) enum Encodings {
 }
 
 /// Origin of a decision: the store, a cached denial of the store, this instance while the store is
-/// unavailable, or the policy's failure mode.
+/// unavailable, the policy's failure mode, or a policy whose key the request lacks.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 #[expect(dead_code, reason = "only for the schema")]
@@ -234,6 +234,7 @@ pub(crate) enum Sources {
     Local,
     Allow,
     Deny,
+    MissingKey,
 }
 
 /// Decisions on a request, the most restrictive one at the top level.
@@ -241,10 +242,46 @@ pub(crate) enum Sources {
 #[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
 pub(crate) struct DecisionsBody<'a> {
     #[serde(flatten)]
-    binding: DecisionBody<'a>,
+    binding: BindingBody,
     /// Decision of each policy. Empty if no policy applies.
     decisions: Vec<PolicyDecisionBody<'a>>,
 }
+
+/// Most restrictive decision, with durations in milliseconds.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
+pub(crate) struct BindingBody {
+    /// Whether the request may pass.
+    allowed: bool,
+    /// Policy that decided; null if no policy applies.
+    #[schema(required)]
+    policy: Option<String>,
+    /// Capacity: the units per window, or the burst of a bucket. `remaining` never exceeds it. Null
+    /// if no policy applies.
+    #[schema(required)]
+    limit: Option<u64>,
+    /// Units that are available right after this decision; null if no policy applies.
+    #[schema(required)]
+    remaining: Option<u64>,
+    /// Shortest wait after which the same request would be admitted.
+    retry_after_ms: u64,
+    /// Time until the full limit is available again.
+    reset_after_ms: u64,
+    /// Wait before an admitted request may proceed.
+    delay_ms: u64,
+    /// Origin of the decision; null if no policy applies.
+    #[schema(required)]
+    source: Option<Sources>,
+    /// Attribute of the policy's key that the request lacks. Only with the source missing-key.
+    #[schema(required = false)]
+    missing_key: Option<String>,
+}
+
+/// Body of a request to which no policy applies.
+const NO_POLICY: &str = concat!(
+    r#"{"allowed":true,"policy":null,"limit":null,"remaining":null,"retry_after_ms":0,"#,
+    r#""reset_after_ms":0,"delay_ms":0,"source":null,"decisions":[]}"#
+);
 
 /// Decision of one policy.
 #[derive(utoipa::ToSchema)]
@@ -275,9 +312,8 @@ pub(crate) enum Modes {
 pub(crate) struct DecisionBody<'a> {
     /// Whether the request may pass.
     allowed: bool,
-    /// Policy that decided; null if no policy applies.
-    #[schema(required)]
-    policy: Option<&'a str>,
+    /// Policy that decided.
+    policy: &'a str,
     /// Capacity: the units per window, or the burst of a bucket. `remaining` never exceeds it.
     limit: u64,
     /// Units that are available right after this decision.
@@ -291,13 +327,16 @@ pub(crate) struct DecisionBody<'a> {
     /// Origin of the decision.
     #[schema(value_type = Sources)]
     source: &'static str,
+    /// Attribute of the policy's key that the request lacks. Only with the source missing-key.
+    #[schema(required = false)]
+    missing_key: Option<&'a str>,
 }
 
 impl<'a> DecisionBody<'a> {
     fn new(policy: &'a str, decision: &Decision) -> Self {
         Self {
             allowed: decision.allowed,
-            policy: Some(policy),
+            policy,
             limit: decision.limit,
             remaining: decision.remaining,
             // Rounded up, so that a client that waits this long is admitted.
@@ -305,11 +344,13 @@ impl<'a> DecisionBody<'a> {
             reset_after_ms: millis_rounded_up(decision.reset_after),
             delay_ms: millis_rounded_up(decision.delay),
             source: decision.source.as_str(),
+            missing_key: None,
         }
     }
 
     fn for_policy(decision: &'a PolicyDecision<'_>) -> Self {
-        Self::new(decision.policy(), &decision.decision())
+        let missing_key = decision.missing_key();
+        Self { missing_key, ..Self::new(decision.policy(), &decision.decision()) }
     }
 
     /// Writes the fields, without braces.
@@ -319,21 +360,7 @@ impl<'a> DecisionBody<'a> {
         } else {
             br#""allowed":false,"policy":"#
         });
-        match self.policy {
-            None => json.extend_from_slice(b"null"),
-            Some(name)
-                if name
-                    .bytes()
-                    .all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) =>
-            {
-                json.push(b'"');
-                json.extend_from_slice(name.as_bytes());
-                json.push(b'"');
-            }
-            Some(name) => {
-                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes());
-            }
-        }
+        push_text(json, self.policy);
         for (name, number) in [
             (",\"limit\":", self.limit),
             (",\"remaining\":", self.remaining),
@@ -347,6 +374,22 @@ impl<'a> DecisionBody<'a> {
         json.extend_from_slice(b",\"source\":\"");
         json.extend_from_slice(self.source.as_bytes());
         json.push(b'"');
+        if let Some(key) = self.missing_key {
+            json.extend_from_slice(b",\"missing_key\":");
+            push_text(json, key);
+        }
+    }
+}
+
+/// Writes a string.
+fn push_text(json: &mut Vec<u8>, text: &str) {
+    let is_plain = |byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\');
+    if text.bytes().all(is_plain) {
+        json.push(b'"');
+        json.extend_from_slice(text.as_bytes());
+        json.push(b'"');
+    } else {
+        json.extend_from_slice(serde_json::Value::from(text).to_string().as_bytes());
     }
 }
 
@@ -372,13 +415,13 @@ pub(crate) fn explained_body(
 }
 
 fn body_with_keys(decisions: &PolicyDecisions<'_>, keys: &[Option<String>]) -> Vec<u8> {
-    let binding = match decisions.binding() {
-        // A policy in shadow mode may deny although the request passes.
-        Some(binding) if decisions.is_allowed() => {
-            DecisionBody { allowed: true, retry_after_ms: 0, ..DecisionBody::for_policy(binding) }
-        }
-        Some(binding) => DecisionBody { allowed: false, ..DecisionBody::for_policy(binding) },
-        None => DecisionBody { policy: None, ..DecisionBody::new("", &Decision::allow(0, 0)) },
+    let Some(binding) = decisions.binding() else { return NO_POLICY.into() };
+    let binding = DecisionBody::for_policy(binding);
+    // A policy in shadow mode may deny although the request passes.
+    let binding = if decisions.is_allowed() {
+        DecisionBody { allowed: true, retry_after_ms: 0, ..binding }
+    } else {
+        DecisionBody { allowed: false, ..binding }
     };
     let with_mode = |decision| {
         let mode = if PolicyDecision::is_shadow(decision) { Mode::Shadow } else { Mode::Enforce };

@@ -15,7 +15,7 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
     let units = json!({"minimum": 1, "maximum": Quota::MAX_LIMIT});
     let count = json!({"minimum": 0, "maximum": Quota::MAX_LIMIT});
     let wait = json!({"minimum": 0, "maximum": MAX_WAIT_MS});
-    vec![
+    let mut bounds = vec![
         ("QueryBody", "policy", name.clone()),
         ("QueryBody", "key", name.clone()),
         ("QueryBody", "cost", units.clone()),
@@ -23,18 +23,26 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
         ("QuotaBody", "limit", units.clone()),
         ("QuotaBody", "burst", units),
         ("QuotaBody", "window", json!({"pattern": schema::window_pattern()})),
-        ("DecisionBody", "policy", name.clone()),
-        ("DecisionBody", "limit", count.clone()),
-        ("DecisionBody", "remaining", count),
-        ("DecisionBody", "retry_after_ms", wait.clone()),
-        ("DecisionBody", "reset_after_ms", wait.clone()),
-        ("DecisionBody", "delay_ms", wait),
         ("QueryBody", "attributes", json!({"maxProperties": MAX_BODY_BYTES / MIN_ATTRIBUTE_BYTES})),
         ("Problem", "type", json!({"maxLength": MAX_DETAIL})),
         ("Problem", "title", json!({"maxLength": MAX_DETAIL})),
         ("Problem", "status", json!({"minimum": 400, "maximum": 599})),
         ("Problem", "detail", json!({"maxLength": MAX_DETAIL})),
-    ]
+        ("Problem", "source", json!({"maxLength": MAX_DETAIL})),
+        ("Problem", "missing_key", json!({"maxLength": MAX_DETAIL})),
+    ];
+    for body in ["DecisionBody", "BindingBody"] {
+        bounds.extend([
+            (body, "policy", name.clone()),
+            (body, "limit", count.clone()),
+            (body, "remaining", count.clone()),
+            (body, "retry_after_ms", wait.clone()),
+            (body, "reset_after_ms", wait.clone()),
+            (body, "delay_ms", wait.clone()),
+            (body, "missing_key", json!({"maxLength": MAX_DETAIL})),
+        ]);
+    }
+    bounds
 }
 
 /// Longest wait in milliseconds: an overdraft of ten bursts, each of which refills in 3,660 days at

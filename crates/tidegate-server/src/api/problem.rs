@@ -25,9 +25,24 @@ pub(crate) struct Problem {
     #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
     #[schema(required = false, max_items = 128)]
     violated_policies: Vec<String>,
+    /// Origin of the denial, if the request lacks the key of a policy: missing-key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(required = false, value_type = Option<String>)]
+    source: Option<DenialSource>,
+    /// Attribute that the request lacks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(required = false, value_type = Option<String>)]
+    missing_key: Option<Box<str>>,
     /// Header with what would be right.
     #[serde(skip)]
-    header: Option<(&'static str, &'static str)>,
+    header: Option<&'static (&'static str, &'static str)>,
+}
+
+/// Origin of a denial that is not a decision of the store.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum DenialSource {
+    MissingKey,
 }
 
 impl Problem {
@@ -39,6 +54,8 @@ impl Problem {
             status: status.as_u16(),
             detail: detail.into(),
             violated_policies: Vec::new(),
+            source: None,
+            missing_key: None,
             header: None,
         }
     }
@@ -51,7 +68,12 @@ impl Problem {
     ) -> Self {
         let exceeded = decisions.exceeded().map(PolicyDecision::policy);
         let violated_policies: Vec<String> = exceeded.map(str::to_owned).collect();
-        let problem = Self::new(status, detail);
+        let missing = decisions.denied_by().and_then(PolicyDecision::missing_key);
+        let problem = Self {
+            source: missing.map(|_| DenialSource::MissingKey),
+            missing_key: missing.map(Box::from),
+            ..Self::new(status, detail)
+        };
         if violated_policies.is_empty() {
             return problem;
         }
@@ -59,13 +81,13 @@ impl Problem {
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        let header = Some(("www-authenticate", "Bearer"));
+        let header = Some(&("www-authenticate", "Bearer"));
         Self { header, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
     }
 
     /// Returns the error for a compressed body; RFC 7694 defines the header.
     pub(crate) fn encoded_body() -> Self {
-        let header = Some(("accept-encoding", "identity"));
+        let header = Some(&("accept-encoding", "identity"));
         let detail = "the body has a Content-Encoding, which is not supported: send it without";
         Self { header, ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail) }
     }
@@ -108,7 +130,7 @@ impl Problem {
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
         if let Some((name, value)) = self.header {
-            response.headers_mut().insert(name, HeaderValue::from_static(value));
+            response.headers_mut().insert(*name, HeaderValue::from_static(value));
         }
         response
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Struct;
 use tidegate::internals::PreparedCharge;
-use tidegate::{Action, Decision, Enforcement, OnStoreFailure, Policy, Source};
+use tidegate::{Action, Decision, Enforcement, Mode, OnStoreFailure, Policy, Source};
 use tonic::Status;
 
 use super::proto::envoy::extensions::common::ratelimit::v3::{
@@ -241,8 +241,8 @@ fn by_policies<'a>(
     let counted = selection.charges.iter().map(|selected| (selected.policy(), selected.quota()));
     let rejections = selection.rejected_by.into_iter().chain(selection.shadow_rejections);
     let rejections: Vec<&Policy> = rejections.collect();
-    let rejected = rejections.iter().map(|policy| (*policy, policy.quota()));
-    let Some((policy, quota)) = counted.chain(rejected).next() else {
+    let uncounted = rejections.iter().map(|policy| (*policy, policy.quota()));
+    let Some((policy, quota)) = counted.chain(uncounted).next() else {
         return Ok(DescriptorPlan::NoLimit);
     };
     let plan = LimitedDescriptor {
@@ -252,14 +252,16 @@ fn by_policies<'a>(
         metadata: None,
         charges: selection.charges.len() + rejections.len(),
     };
+    let missing = selection.missing_attribute;
+    let rejected = |policy: &'a Policy| {
+        PreparedCharge::rejected(policy, missing.filter(|_| policy.mode() == Mode::Enforce))
+    };
     charges.extend(selection.charges.into_iter().map(|selected| {
         let enforcement = selected.policy().mode().into();
         hits.apply_to(PreparedCharge::of_selected(selected), enforcement)
     }));
     charges.extend(
-        rejections
-            .into_iter()
-            .map(|policy| hits.apply_to(PreparedCharge::rejected(policy), policy.mode().into())),
+        rejections.into_iter().map(|policy| hits.apply_to(rejected(policy), policy.mode().into())),
     );
     Ok(DescriptorPlan::Limited(plan))
 }

@@ -47,6 +47,7 @@ impl DenialLog {
         tracing::info!(
             policy = denial.policy(),
             key,
+            missing_key = denial.missing_key(),
             cost = denial.cost(),
             limit = decision.limit,
             remaining = decision.remaining,

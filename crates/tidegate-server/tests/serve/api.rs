@@ -206,7 +206,9 @@ fn policies_apply_as_configured() {
     assert_eq!(shadowed.header("ratelimit"), None, "no policy is enforced");
     // A missing key attribute.
     let stranger = service.acquire(&attributes(&[("path", "/members")]));
-    assert_eq!((stranger.status, &stranger.json()["source"]), (429, &json!("deny")));
+    assert_eq!((stranger.status, &stranger.json()["source"]), (429, &json!("missing-key")));
+    assert_eq!(stranger.json()["missing_key"], "header.x-member", "{stranger:?}");
+    assert_eq!(stranger.json()["decisions"][0]["missing_key"], "header.x-member");
     assert_eq!(stranger.header("retry-after"), None, "no wait helps");
     assert!(!stranger.header("ratelimit").expect("a policy").contains(";t="), "{stranger:?}");
     assert_eq!(
@@ -495,7 +497,12 @@ policies:
     for (tenant, status) in [("acme", 200), ("acme", 200), ("acme", 429), ("other", 200)] {
         assert_eq!(acquire(&[("plan", "free"), ("tenant", tenant)]).status, status, "{tenant}");
     }
-    assert_eq!(acquire(&[("plan", "gold"), ("tenant", "acme")]).json()["policy"], Value::Null);
+    let unlimited = acquire(&[("plan", "gold"), ("tenant", "acme")]).json();
+    let expected = json!({
+        "allowed": true, "policy": null, "limit": null, "remaining": null, "retry_after_ms": 0,
+        "reset_after_ms": 0, "delay_ms": 0, "source": null, "decisions": [],
+    });
+    assert_eq!(unlimited, expected, "no policy applies, so nothing is said about one");
     // End users choose the names of parameters and cookies, so all names must be accepted.
     let others = [
         ("query.any thing", "x"),

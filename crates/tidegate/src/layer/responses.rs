@@ -13,6 +13,7 @@ use super::body::Body;
 use super::grpc::{self, Code};
 use super::headers::RenderedHeaders;
 use crate::charge::ChargeError;
+use crate::decision::Source;
 use crate::headers::{PolicyState, QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
 use crate::limiter::Error;
 use crate::policy::{PathError, PolicyDecision, PolicyDecisions, SelectError};
@@ -121,7 +122,8 @@ impl<'a> Denial<'a> {
     fn detail(&self) -> String {
         let name = self.denied_by.policy();
         let Some(quota) = self.denied_by.quota().filter(|_| self.denied_by.key().is_some()) else {
-            return format!("the request lacks the key of policy {name:?}");
+            let key = self.denied_by.missing_key().unwrap_or("the key");
+            return format!("the request lacks {key}, by which policy {name:?} counts: send it");
         };
         let (limit, window, wait) =
             (quota.limit(), seconds(quota.window()), seconds(self.retry_after()).max(1));
@@ -179,6 +181,10 @@ fn too_many_requests(denial: &Denial<'_>) -> Response<Bytes> {
     let _ = write!(more, ",\"retry_after_ms\":{millis}");
     let mut exceeded = denial.decisions().exceeded().peekable();
     let status = StatusCode::TOO_MANY_REQUESTS;
+    if let Some(key) = denial.denied_by().missing_key() {
+        let _ = write!(more, ",\"source\":\"{}\",\"missing_key\":", Source::MissingKey);
+        push_json(&mut more, key);
+    }
     if exceeded.peek().is_none() {
         return problem(status, blank(status), &denial.detail(), &more);
     }
@@ -298,6 +304,12 @@ mod tests {
         // A missing key exceeds no quota.
         assert_eq!(body["type"], "about:blank");
         assert_eq!(body.get("violated-policies"), None);
+        assert_eq!(
+            (&body["source"], &body["missing_key"]),
+            (&"missing-key".into(), &"header.x".into())
+        );
+        let detail = body["detail"].as_str().expect("a detail");
+        assert!(detail.starts_with("the request lacks header.x, by which policy"), "{detail}");
         let mut text = String::new();
         push_json(&mut text, "line\nbreak\0");
         assert_eq!(serde_json::from_str::<String>(&text).expect("JSON"), "line\nbreak\0");

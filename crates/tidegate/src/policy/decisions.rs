@@ -175,7 +175,8 @@ impl<'a> PolicyDecisions<'a> {
     pub fn exceeded(&self) -> impl Iterator<Item = &PolicyDecision<'a>> {
         let is_denied = !self.is_allowed();
         self.enforced().filter(move |entry| {
-            is_denied && entry.is_denied() && entry.decision.source != Source::Deny
+            let counts = !matches!(entry.decision.source, Source::Deny | Source::MissingKey);
+            is_denied && entry.is_denied() && counts
         })
     }
 
@@ -278,7 +279,8 @@ impl<'a> PolicyDecision<'a> {
     #[inline]
     pub(super) fn new(charge: PreparedCharge<'a>, position: usize) -> Self {
         let decided = charge.fixed.is_some();
-        let decision = charge.fixed.as_deref().copied().unwrap_or(Decision::allow(0, 0));
+        let fixed = charge.fixed.as_deref().map(|fixed| fixed.decision);
+        let decision = fixed.unwrap_or(Decision::allow(0, 0));
         Self { charge, decision, decided, rejected: decided, position }
     }
 
@@ -304,6 +306,13 @@ impl<'a> PolicyDecision<'a> {
     #[must_use]
     pub fn key(&self) -> Option<&str> {
         self.charge.key()
+    }
+
+    /// Returns the name of the attribute that the request lacks, if it is denied because of that:
+    /// an attribute of the policy's key, such as `header.x-user-id`.
+    #[must_use]
+    pub fn missing_key(&self) -> Option<&str> {
+        self.charge.fixed.as_ref()?.missing_key.as_deref()
     }
 
     /// Returns the quota; `None` for a limit of 0.

@@ -337,11 +337,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
         self.report_missing_keys(&selection);
         if let Some(policy) = selection.rejected_by {
-            return Ok(Entries::one(PreparedCharge::rejected(policy).with_action(action)));
+            let charge = PreparedCharge::rejected(policy, selection.missing_attribute);
+            return Ok(Entries::one(charge.with_action(action)));
         }
         let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
         let charges = charges.map(|charge| charge.with_charged_at(charged_at));
-        let rejections = selection.shadow_rejections.into_iter().map(PreparedCharge::rejected);
+        let shadow = selection.shadow_rejections.into_iter();
+        let rejections = shadow.map(|policy| PreparedCharge::rejected(policy, None));
         Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tracing::Span;
 
-use super::{Attributes, Mode, OnStoreFailure, Policy, Selected};
+use super::{Attributes, KeySource, Mode, OnStoreFailure, Policy, Selected};
 use crate::charge::Charge;
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
@@ -201,7 +201,15 @@ pub struct PreparedCharge<'a> {
     on_store_failure: OnStoreFailure,
     caps_cost: bool,
     /// Decision that needs no store. Boxed, because it is large and rare.
-    pub(super) fixed: Option<Box<Decision>>,
+    pub(super) fixed: Option<Box<FixedDecision>>,
+}
+
+/// Decision that needs no store.
+#[derive(Debug, Clone)]
+pub(super) struct FixedDecision {
+    pub(super) decision: Decision,
+    /// Attribute of the key that the request lacks.
+    pub(super) missing_key: Option<String>,
 }
 
 /// Quota of a charge.
@@ -261,18 +269,25 @@ impl<'a> PreparedCharge<'a> {
         decision: Decision,
     ) -> Self {
         let charge = Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Zero);
-        Self { fixed: Some(Box::new(Decision { allowed: false, ..decision })), ..charge }
+        let decision = Decision { allowed: false, ..decision };
+        let fixed = FixedDecision { decision, missing_key: None };
+        Self { fixed: Some(Box::new(fixed)), ..charge }
     }
 
-    /// Creates the denial of a policy that cannot count the request, because its key is missing or
-    /// invalid. There is no wait after which the request would pass.
+    /// Creates the denial of a policy that cannot count the request, because it lacks this
+    /// attribute of the key, or because its key is invalid. There is no wait after which the
+    /// request would pass.
     #[must_use]
-    pub fn rejected(policy: &'a Policy) -> Self {
+    pub fn rejected(policy: &'a Policy, missing: Option<&KeySource>) -> Self {
         let denied = Decision::deny(policy.quota().burst(), Duration::ZERO);
+        let fixed = FixedDecision {
+            decision: denied.with_source(Source::MissingKey),
+            missing_key: missing.map(ToString::to_string),
+        };
         Self {
             cost: policy.default_cost(),
             enforcement: policy.mode().into(),
-            fixed: Some(Box::new(denied.with_source(Source::Deny))),
+            fixed: Some(Box::new(fixed)),
             ..Self::new(policy.name(), "", policy.quota())
         }
     }

@@ -365,6 +365,8 @@ pub struct Selection<'a> {
     /// Enforced policy that rejects the request because it lacks the policy's key, and the policy
     /// has [`MissingKey::Deny`]; of several, the first.
     pub rejected_by: Option<&'a Policy>,
+    /// Attribute of that policy's key that the request lacks.
+    pub missing_attribute: Option<&'a KeySource>,
     /// Policies in shadow mode that would have rejected the request, because its key is missing or
     /// invalid.
     pub shadow_rejections: Vec<&'a Policy>,
@@ -423,8 +425,11 @@ impl Policy {
             selection.missing_key.push(self);
             match self.missing_key {
                 MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
-                MissingKey::Deny => _ = selection.rejected_by.get_or_insert(self),
-                MissingKey::Skip => {}
+                MissingKey::Deny if selection.rejected_by.is_none() => {
+                    selection.rejected_by = Some(self);
+                    selection.missing_attribute = self.missing_attribute(request);
+                }
+                MissingKey::Deny | MissingKey::Skip => {}
             }
             return Ok(());
         };
@@ -519,6 +524,13 @@ impl Policy {
                 values.into_iter().collect::<Option<Vec<_>>>().map(|values| join(&values))
             }
         })
+    }
+}
+
+impl Policy {
+    /// Returns the first attribute of the key that a request lacks.
+    fn missing_attribute(&self, request: &RequestValues<'_>) -> Option<&KeySource> {
+        self.key.iter().find(|source| request.get(source).is_none_or(|value| value.is_empty()))
     }
 }
 

@@ -159,8 +159,12 @@ async fn a_request_without_a_key_is_skipped_or_denied() {
     assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
     let problem = denied.json();
     assert!(
-        problem["detail"].as_str().is_some_and(|detail| detail.contains("lacks the key")),
+        problem["detail"].as_str().is_some_and(|detail| detail.contains("lacks header.x-user-id")),
         "{problem}"
+    );
+    assert_eq!(
+        (&problem["source"], &problem["missing_key"]),
+        (&"missing-key".into(), &"header.x-user-id".into())
     );
 }
 

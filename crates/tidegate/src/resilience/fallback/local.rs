@@ -87,7 +87,7 @@ impl<S: SharedStore> FallbackCore<S> {
             let counter = match decision.source {
                 Source::Allow => &self.counters.allow,
                 Source::Deny => &self.counters.deny,
-                Source::Local | Source::Store | Source::DenyCache => &self.counters.local,
+                _ => &self.counters.local,
             };
             counter.fetch_add(1, Ordering::Relaxed);
         }
