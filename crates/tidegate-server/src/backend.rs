@@ -81,6 +81,16 @@ impl Backend {
         }
     }
 
+    /// Takes the passwords and certificates of a configuration for new connections to Redis.
+    pub(crate) fn renew_credentials(&self, config: &StoreConfig) -> Result<(), StoreError> {
+        match (self, config) {
+            (Self::Redis(redis), StoreConfig::Redis(config)) => {
+                redis.store().renew_credentials(&config.builder())
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn redis(&self) -> Option<&RedisBackend> {
         match self {
             Self::Redis(redis) => Some(redis),

@@ -14,12 +14,15 @@ use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
-use crate::config::{Config, ConfigError, rule_files};
+use changes::{Changes, Contents};
+
+use crate::config::{self, Config, StoreConfig, rule_files};
 use crate::logs::panics;
-use crate::serve::RestartOnlyConfig;
+use crate::serve::{self, RestartOnlyConfig};
 use crate::state::ServerState;
 use crate::tls::ListenerTls;
 
+mod changes;
 mod history;
 mod links;
 
@@ -35,9 +38,34 @@ const MISSING_FILE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of loads in a row when each names other files than the one before.
 const MAX_LOADS: usize = 3;
 
+/// Origin of the configuration: a file, or the built-in sample, and flags for its store.
+pub(crate) struct ConfigSource {
+    pub(crate) file: Option<PathBuf>,
+    /// Applies the flags to the store of the file.
+    pub(crate) with_flags: Box<dyn Fn(StoreConfig) -> anyhow::Result<StoreConfig> + Send + Sync>,
+    /// File with a password that a flag names.
+    pub(crate) password_file: Option<PathBuf>,
+}
+
+impl ConfigSource {
+    /// Loads the configuration, with the flags for its store.
+    pub(crate) fn load(&self) -> Result<Config, ReloadError> {
+        let mut config = serve::configuration(self.file.as_deref())?;
+        config.store =
+            (self.with_flags)(config.store).map_err(|error| self.error(format!("{error:#}")))?;
+        config.files.extend(self.password_file.clone());
+        Ok(config)
+    }
+
+    /// Returns an error about the configuration as a whole.
+    fn error(&self, message: impl Into<String>) -> ReloadError {
+        ReloadError::of_file(&config::describe(self.file.as_ref()), message)
+    }
+}
+
 /// Starts watching until the process ends.
 pub(crate) fn watch(
-    file: PathBuf,
+    source: ConfigSource,
     files: Vec<PathBuf>,
     restart_only: RestartOnlyConfig,
     warn: Box<dyn Fn(&Config) + Send + Sync>,
@@ -53,12 +81,20 @@ pub(crate) fn watch(
     };
     let watcher =
         notify::recommended_watcher(on_event).context("cannot watch the configuration file")?;
-    let mut watcher =
-        ConfigWatcher { watcher, warn, file, files, folders: BTreeSet::new(), loaded: Vec::new() };
+    let mut watcher = ConfigWatcher {
+        watcher,
+        warn,
+        source,
+        files,
+        folders: BTreeSet::new(),
+        loaded: Vec::new(),
+        applied: Contents::new(),
+    };
     watcher.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
     // Taken before the addresses are announced, because the files may change right after that.
     watcher.loaded = contents(snapshot(&watcher.files));
+    watcher.applied = watcher.loaded_files();
     tokio::spawn(watcher.run(hangup, changes, restart_only, state));
     Ok(())
 }
@@ -67,11 +103,13 @@ pub(crate) fn watch(
 struct ConfigWatcher {
     watcher: RecommendedWatcher,
     warn: Box<dyn Fn(&Config) + Send + Sync>,
-    file: PathBuf,
+    source: ConfigSource,
     files: Vec<PathBuf>,
     folders: BTreeSet<PathBuf>,
     /// Contents just before the last load: a change during the load differs from them.
     loaded: Vec<Option<Vec<u8>>>,
+    /// Contents of the configuration in use.
+    applied: Contents,
 }
 
 impl ConfigWatcher {
@@ -112,32 +150,39 @@ impl ConfigWatcher {
             if survived.is_none() {
                 state.metrics.count_reload(false);
                 let message = "loading the configuration panicked: see the log";
-                state.reloads.failed(ReloadError::of_file(&self.file, message));
+                state.reloads.failed(self.source.error(message));
             }
         }
     }
 
     /// Applies the new configuration as a whole, or keeps the current one.
     fn reload(&mut self, restart_only: &RestartOnlyConfig, state: &ServerState) {
-        let checked = self.load().map_err(ReloadError::from).and_then(|config| {
+        let checked = self.load().and_then(|config| {
             let tls = || check_tls(state.active().tls.as_ref(), config.tls.as_ref());
             let allowed = restart_only.check(&config).and_then(|()| tls());
-            allowed.map_err(|error| ReloadError::of_file(&self.file, error))?;
-            Ok(config)
+            allowed.map_err(|error| self.source.error(error))?;
+            let pending = restart_only.changed_sections(&config);
+            // The credentials of other servers are of no use for those that are connected.
+            if !pending.contains(&"store") {
+                let renewed = state.backend.renew_credentials(&config.store);
+                renewed.map_err(|error| self.source.error(format!("store: {error}")))?;
+            }
+            Ok((config, pending))
         });
         match checked {
-            Ok(config) => {
-                if let Some(section) = restart_only.changed_section(&config) {
+            Ok((config, pending)) => {
+                if !pending.is_empty() {
                     tracing::warn!(
-                        "changes in {section} need a restart, all other changes are applied"
+                        "changes in {} need a restart, all other changes are applied",
+                        pending.join(", ")
                     );
                 }
                 (self.warn)(&config);
                 config.log_warnings();
                 state.reload(config);
                 state.metrics.count_reload(true);
-                state.reloads.succeeded();
-                tracing::info!(file = %self.file.display(), "configuration reloaded");
+                state.reloads.succeeded(pending);
+                self.log_changes();
             }
             Err(error) => {
                 state.metrics.count_reload(false);
@@ -150,15 +195,36 @@ impl ConfigWatcher {
         }
     }
 
+    /// Logs what differs from the configuration before, which this one replaces.
+    fn log_changes(&mut self) {
+        let applied = self.loaded_files();
+        let changes = Changes::between(self.source.file.as_deref(), &self.applied, &applied);
+        self.applied = applied;
+        tracing::info!(
+            file = config::describe(self.source.file.as_ref()),
+            sections = changes.sections,
+            added_policies = changes.added_policies,
+            removed_policies = changes.removed_policies,
+            changed_policies = changes.changed_policies,
+            files = changes.files,
+            "configuration reloaded"
+        );
+    }
+
+    /// Returns the files with their contents just before the last load.
+    fn loaded_files(&self) -> Contents {
+        self.files.iter().cloned().zip(self.loaded.iter().cloned()).collect()
+    }
+
     /// Loads the configuration, again if it names other files than before: files must be watched
     /// before they are read.
-    fn load(&mut self) -> Result<Config, ConfigError> {
+    fn load(&mut self) -> Result<Config, ReloadError> {
         let mut loads = 0;
         loop {
             loads += 1;
             self.watch_folders();
             self.loaded = contents(snapshot(&self.files));
-            let config = Config::load(&self.file)?;
+            let config = self.source.load()?;
             if config.files == self.files || loads == MAX_LOADS {
                 return Ok(config);
             }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -19,6 +19,7 @@ use crate::api::browser::BrowserGuard;
 use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
 use crate::envoy::Envoy;
 use crate::listener::{self, ListenerConfig, MaxAge, Socket};
+use crate::reload::ConfigSource;
 use crate::resp::Resp;
 use crate::state::ServerState;
 use crate::{api, doctor, gateway, reload};
@@ -47,6 +48,7 @@ const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Settings that only take effect after a restart.
 pub(crate) struct RestartOnlyConfig {
     listen: Listen,
+    /// Without passwords and certificates, which a reload renews.
     store: StoreConfig,
     gateway: GatewayConfig,
     /// Bound address of the admin listener, whatever the configuration says.
@@ -63,7 +65,7 @@ impl RestartOnlyConfig {
     ) -> Self {
         Self {
             listen: config.listen.clone(),
-            store: config.store.clone(),
+            store: config.store.without_credentials(),
             gateway: config.gateway.clone(),
             admin_address: admin_address.clone(),
             resp_address: resp_address.cloned(),
@@ -94,22 +96,21 @@ impl RestartOnlyConfig {
         ))
     }
 
-    /// Returns the first section that differs in the new configuration.
-    pub(crate) fn changed_section(&self, config: &Config) -> Option<&'static str> {
-        if self.listen != config.listen {
-            return Some("listen");
-        }
-        if self.gateway != config.gateway {
-            return Some("gateway");
-        }
-        (self.store != config.store).then_some("store")
+    /// Returns the sections of the new configuration whose changes need a restart.
+    pub(crate) fn changed_sections(&self, config: &Config) -> Vec<&'static str> {
+        let sections = [
+            ("listen", self.listen != config.listen),
+            ("gateway", self.gateway != config.gateway),
+            ("store", self.store != config.store.without_credentials()),
+        ];
+        sections.into_iter().filter(|(_, changed)| *changed).map(|(name, _)| name).collect()
     }
 }
 
 /// Runs the API until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
 pub(crate) async fn serve(
     config: Config,
-    file: Option<PathBuf>,
+    source: ConfigSource,
     announce: impl FnOnce(&Listen),
 ) -> anyhow::Result<()> {
     let signals = Signals::new()?;
@@ -122,7 +123,7 @@ pub(crate) async fn serve(
     let addresses = [("http", listen.http.clone()), ("grpc", listen.grpc.clone())];
     let guard = Arc::new(BrowserGuard::of_api(&listen.allowed_hosts));
     let warn = Box::new(move |config: &Config| warn_about_open_listeners(&addresses, config));
-    let service = Service::start(config, file, warn).await?;
+    let service = Service::start(config, source, warn).await?;
     listen.admin = service.admin_address.clone();
     listen.resp = service.resp_address.clone();
 
@@ -157,7 +158,7 @@ pub(crate) async fn serve(
 /// Runs the gateway until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
 pub(crate) async fn gateway(
     config: Config,
-    file: Option<PathBuf>,
+    source: ConfigSource,
     announce: impl FnOnce(&Listen),
 ) -> anyhow::Result<()> {
     let signals = Signals::new()?;
@@ -166,7 +167,7 @@ pub(crate) async fn gateway(
     listen.gateway = listener.address()?;
     let settings = config.gateway.clone();
     let warn = Box::new(|config: &Config| gateway::warn_about_unused_policies(&config.policies));
-    let service = Service::start(config, file, warn).await?;
+    let service = Service::start(config, source, warn).await?;
     listen.admin = service.admin_address.clone();
     listen.resp = service.resp_address.clone();
 
@@ -267,13 +268,14 @@ impl Service {
     /// Starts the state. `warn` is called with the configuration now and after each reload.
     async fn start(
         config: Config,
-        file: Option<PathBuf>,
+        source: ConfigSource,
         warn: Box<dyn Fn(&Config) + Send + Sync>,
     ) -> anyhow::Result<Self> {
         raise_file_limit();
         warn(&config);
         config.log_warnings();
-        let (files, store) = (config.files.clone(), config.store.clone());
+        let (mut files, store) = (config.files.clone(), config.store.clone());
+        files.extend(source.password_file.clone());
         let largest_log = config.largest_sorted_log();
         let listen = config.listen.clone();
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
@@ -285,7 +287,7 @@ impl Service {
         let resp_address = resp_listener.as_ref().map(Socket::address).transpose()?;
         let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
-        if let Some(file) = &file {
+        if let Some(file) = &source.file {
             state.reloads.set_file(file.clone());
         }
         if let StoreConfig::Redis(config) = &store {
@@ -294,14 +296,12 @@ impl Service {
         }
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
-        if let Some(file) = file {
-            // Compared with the file alone: command line flags are not a change of the file.
-            let restart_only = RestartOnlyConfig::new(
-                &Config::load(&file)?,
-                &admin_address,
-                resp_address.as_ref(),
-            );
-            reload::watch(file, files, restart_only, warn, Arc::clone(&state))?;
+        if !files.is_empty() {
+            // Compared with the file alone: flags for listeners are not a change of the file.
+            let loaded = source.load().map_err(anyhow::Error::new)?;
+            let restart_only =
+                RestartOnlyConfig::new(&loaded, &admin_address, resp_address.as_ref());
+            reload::watch(source, files, restart_only, warn, Arc::clone(&state))?;
         }
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);

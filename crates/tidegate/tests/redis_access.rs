@@ -188,6 +188,29 @@ async fn tls_verifies_both_the_server_and_the_client() {
         assert!(limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").allowed);
     }
 
+    // Renewed certificates and passwords are those of the next connection.
+    let builder = |url: &str| RedisStore::builder(url).timeout(TEST_TIMEOUT);
+    let store = limiter.store();
+    let plain = store.renew_credentials(&builder(&redis.url()));
+    assert!(plain.is_err_and(|error| error.to_string().contains("cannot replace each other")));
+    let quota = Quota::fixed_window(1_000, LONG).expect("valid");
+    let charge = Charge::new("renewed", &quota);
+    let wrong = Tls::new().ca(untrusted.pem());
+    store.renew_credentials(&builder(&url).tls(wrong)).expect("valid options");
+    let _ = limiter.acquire(&charge).await.expect("open connections go on");
+    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "resetpass", ">hunter5"]);
+    redis.query::<i64>(&["CLIENT", "KILL", "USER", "tidegate"]);
+    support::until("the other CA is refused", async || {
+        let error = store.nodes()[0].last_error.clone();
+        error.is_some_and(|error| error.contains("invalid peer certificate"))
+    })
+    .await;
+    let renewed = builder(&url.replace("hunter2", "hunter5")).tls(valid_tls());
+    store.renew_credentials(&renewed).expect("valid options");
+    support::until("the store has reconnected", async || store.nodes()[0].connected).await;
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "resetpass", ">hunter2"]);
+
     // A name that replaces the host of the URL.
     let by_name = url.replace("127.0.0.1", "localhost");
     let named = connect(&by_name, Some(valid_tls().server_name("127.0.0.1"))).await;

@@ -88,6 +88,8 @@ struct ReloadStatus {
     error: Option<ReloadError>,
     config_loaded_at_ms: u64,
     config_file: Option<String>,
+    /// Sections of the file whose changes need a restart.
+    restart_pending: Vec<&'static str>,
 }
 
 impl Status {
@@ -174,6 +176,7 @@ impl ReloadStatus {
             error: last.error,
             config_loaded_at_ms: unix_millis(last.loaded_at),
             config_file: last.file.map(|file| file.display().to_string()),
+            restart_pending: last.restart_pending,
         }
     }
 }

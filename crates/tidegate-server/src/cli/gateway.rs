@@ -10,7 +10,7 @@ use clap::Args;
 use super::listen::AdminFlag;
 use super::redis::RedisFlags;
 use crate::config::{
-    self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination, StoreConfig,
+    self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination,
 };
 use crate::gateway::Upstream;
 use crate::logs::{self, LogFormat};
@@ -94,7 +94,7 @@ impl GatewayCommand {
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
-        let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
+        let store = config.store.to_string();
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let admin_scheme = super::admin_scheme(&config);
         // The lines of an access log are not mixed with other text.
@@ -131,7 +131,11 @@ impl GatewayCommand {
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");
         }
-        runtime.block_on(serve::gateway(config, self.config.clone(), announce))?;
+        runtime.block_on(serve::gateway(
+            config,
+            self.redis.source(self.config.clone()),
+            announce,
+        ))?;
         drop(traces);
         // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();

@@ -6,9 +6,10 @@ use anyhow::Context as _;
 use clap::Args;
 
 use crate::config::{Secret, StoreConfig};
+use crate::reload::ConfigSource;
 
 /// Servers of Redis, and the password for them.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(super) struct RedisFlags {
     /// Redis with the counters: redis://[user@]host[:port][/database] (rediss:// for TLS; nodes of
     /// a cluster separated by commas). It overrides the configuration file
@@ -46,6 +47,16 @@ impl RedisFlags {
             "--redis-password-file is given, but there is no Redis: give --redis URL, or a \
              configuration with one",
         )
+    }
+
+    /// Returns the source of a configuration whose store these flags override.
+    pub(super) fn source(&self, file: Option<PathBuf>) -> ConfigSource {
+        let flags = self.clone();
+        ConfigSource {
+            file,
+            with_flags: Box::new(move |store| flags.apply(store)),
+            password_file: self.redis_password_file.clone(),
+        }
     }
 
     /// Returns a warning if a password is among the arguments of this process.

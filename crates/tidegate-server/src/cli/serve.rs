@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::listen::ListenFlags;
 use super::redis::RedisFlags;
-use crate::config::{self, Listen, ListenAddress, StoreConfig};
+use crate::config::{self, Listen, ListenAddress};
 use crate::logs::{self, LogFormat};
 use crate::serve;
 
@@ -65,7 +65,7 @@ impl ServeCommand {
         config.listen.resp = self.resp.or(config.listen.resp);
         serve::check_resp(&config)?;
         let source = config::describe(self.config.as_ref());
-        let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
+        let store = config.store.to_string();
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let access = ApiAccess {
             tls: config.tls.is_some(),
@@ -79,7 +79,10 @@ impl ServeCommand {
             let resp = bound.resp.as_ref().map(tracing::field::display);
             tracing::info!(%http, %grpc, %admin, resp, store, config = %source, "listening");
             if has_banner {
-                anstream::println!("{}", banner(bound, access, store, &source, example.as_deref()));
+                anstream::println!(
+                    "{}",
+                    banner(bound, access, &store, &source, example.as_deref())
+                );
             }
         };
         let runtime = serve::runtime()?;
@@ -87,7 +90,7 @@ impl ServeCommand {
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");
         }
-        runtime.block_on(serve::serve(config, self.config.clone(), announce))?;
+        runtime.block_on(serve::serve(config, self.redis.source(self.config.clone()), announce))?;
         drop(traces);
         // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();

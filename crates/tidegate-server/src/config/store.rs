@@ -1,5 +1,6 @@
 //! The `store` section: servers that hold the counters, and the connection settings.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -95,7 +96,71 @@ impl StoreConfig {
     }
 }
 
+impl StoreConfig {
+    /// Returns the settings that only a restart changes: all but passwords and certificates.
+    pub(crate) fn without_credentials(&self) -> Self {
+        match self {
+            Self::Memory(settings) => Self::Memory(Box::new(settings.without_certificates())),
+            Self::Redis(redis) => Self::Redis(Box::new(RedisConfig {
+                servers: redis.servers.without_credentials(),
+                password: None,
+                settings: redis.settings.without_certificates(),
+            })),
+        }
+    }
+}
+
+/// Shows the addresses, without users and passwords.
+impl fmt::Display for StoreConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Redis(redis) = self else { return f.write_str("memory") };
+        let addresses = |urls: &[Secret]| {
+            let shown = urls.iter().map(|url| without_userinfo(url.reveal()));
+            shown.collect::<Vec<_>>().join(", ")
+        };
+        match &redis.servers {
+            Servers::One(url) => write!(f, "Redis at {}", without_userinfo(url.reveal())),
+            Servers::Cluster(urls) => write!(f, "Redis Cluster at {}", addresses(urls)),
+            Servers::Sentinel { master, nodes, .. } => {
+                write!(f, "Redis primary {master:?} of the sentinels at {}", addresses(nodes))
+            }
+        }
+    }
+}
+
+impl StoreSettings {
+    fn without_certificates(&self) -> Self {
+        let server_name = self.tls.as_ref().and_then(|tls| tls.server_name.clone());
+        let tls =
+            server_name.map(|name| RedisTls { ca: None, identity: None, server_name: Some(name) });
+        Self { tls, ..self.clone() }
+    }
+}
+
+/// Returns a URL without its user and password.
+fn without_userinfo(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return String::new() };
+    let authority = rest.find(['/', '?']).unwrap_or(rest.len());
+    match rest[..authority].rfind('@') {
+        Some(at) => format!("{scheme}://{}", &rest[at + 1..]),
+        None => url.to_owned(),
+    }
+}
+
 impl Servers {
+    fn without_credentials(&self) -> Self {
+        let url = |url: &Secret| Secret::new(without_userinfo(url.reveal()));
+        match self {
+            Self::One(server) => Self::One(url(server)),
+            Self::Cluster(nodes) => Self::Cluster(nodes.iter().map(url).collect()),
+            Self::Sentinel { master, nodes, .. } => Self::Sentinel {
+                master: master.clone(),
+                nodes: nodes.iter().map(url).collect(),
+                credentials: None,
+            },
+        }
+    }
+
     /// Parses one URL, or several of a cluster separated by commas.
     fn parse(urls: &str) -> Self {
         let list: Vec<Secret> = urls.split(',').map(|url| Secret::new(url.trim())).collect();

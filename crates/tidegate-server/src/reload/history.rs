@@ -1,7 +1,7 @@
 //! [`ReloadHistory`]: the last reload and its error, for operators.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -23,6 +23,8 @@ pub(crate) struct LastReload {
     pub(crate) error: Option<ReloadError>,
     /// Time at which the configuration in use was loaded.
     pub(crate) loaded_at: SystemTime,
+    /// Sections whose changes need a restart.
+    pub(crate) restart_pending: Vec<&'static str>,
 }
 
 /// Reason why a configuration was not loaded, without secrets.
@@ -36,9 +38,8 @@ pub(crate) struct ReloadError {
 
 impl ReloadError {
     /// Creates an error about a file as a whole.
-    pub(crate) fn of_file(file: &Path, message: impl Into<String>) -> Self {
-        let file = file.display().to_string();
-        Self { message: message.into(), file, line: None, column: None }
+    pub(crate) fn of_file(file: &str, message: impl Into<String>) -> Self {
+        Self { message: message.into(), file: file.to_owned(), line: None, column: None }
     }
 }
 
@@ -49,6 +50,8 @@ impl From<ConfigError> for ReloadError {
         Self { message, file, line, column }
     }
 }
+
+impl std::error::Error for ReloadError {}
 
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -63,18 +66,22 @@ impl fmt::Display for ReloadError {
 impl ReloadHistory {
     /// Creates the history of a process that has loaded its configuration at this time.
     pub(crate) fn new(loaded_at: SystemTime) -> Self {
-        Self(Mutex::new(LastReload { file: None, at: None, error: None, loaded_at }))
+        let restart_pending = Vec::new();
+        let last = LastReload { file: None, at: None, error: None, loaded_at, restart_pending };
+        Self(Mutex::new(last))
     }
 
     pub(crate) fn set_file(&self, file: PathBuf) {
         self.lock().file = Some(file);
     }
 
-    pub(crate) fn succeeded(&self) {
+    /// `restart_pending`: the sections whose changes need a restart.
+    pub(crate) fn succeeded(&self, restart_pending: Vec<&'static str>) {
         let now = SystemTime::now();
         let mut last = self.lock();
         last.at = Some(now);
         last.loaded_at = now;
+        last.restart_pending = restart_pending;
         last.error = None;
     }
 
@@ -103,6 +110,12 @@ impl ReloadHistory {
                 "gauge",
                 "Time at which the configuration in use was loaded, in seconds since the epoch.",
                 loaded_at,
+            ),
+            (
+                "tidegate_restart_pending",
+                "gauge",
+                "Whether the configuration has changes that need a restart.",
+                u64::from(!last.restart_pending.is_empty()),
             ),
         ];
         metrics::write_numbers(text, &numbers);

@@ -70,6 +70,7 @@ pub(super) struct Reload {
     pub(super) error: Option<ReloadError>,
     pub(super) config_loaded_at_ms: Option<u64>,
     pub(super) config_file: Option<String>,
+    pub(super) restart_pending: Vec<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -64,7 +64,8 @@ fn head(view: &View, mean: &Sample, columns: usize, is_tall: bool) -> Vec<Line> 
         lines.push(Line::default().with(style::ERROR, &message));
     }
     lines.push(store(view, columns));
-    let is_reload_wrong = view.status.reload.ok == Some(false);
+    let last = &view.status.reload;
+    let is_reload_wrong = last.ok == Some(false) || !last.restart_pending.is_empty();
     if is_tall || is_reload_wrong {
         lines.push(reload(view, columns));
     }
@@ -140,6 +141,10 @@ fn reload(view: &View, columns: usize) -> Line {
         return Line::labelled("config    ").with(style::ERROR, &message);
     }
     let mut items = Vec::new();
+    if !reload.restart_pending.is_empty() {
+        let sections = reload.restart_pending.join(", ");
+        items.push((style::WARNING, format!("RESTART PENDING: {sections}")));
+    }
     items.push((PLAIN, reload.config_file.clone().unwrap_or_else(|| "no file".to_owned())));
     if let Some(at_ms) = reload.config_loaded_at_ms.or(reload.at_ms) {
         items.push((PLAIN, format!("loaded {} ago", ago(at_ms))));

@@ -151,3 +151,57 @@ fn sentinels_have_a_password_file_of_their_own() {
         assert!(!shown.contains("S3CR3T"), "{shown}");
     }
 }
+
+/// Sets a new password of Redis, and closes all connections that know the old one.
+fn rotate(redis: &Redis, password: &str) {
+    let _: () = redis.query(&["ACL", "SETUSER", "limiter", "resetpass", &format!(">{password}")]);
+    let _: i64 = redis.query(&["CLIENT", "KILL", "USER", "limiter"]);
+}
+
+fn is_decided_by_redis(service: &Service) -> bool {
+    let peek = service.post("/v1/peek", r#"{"policy": "p", "key": "k"}"#);
+    peek.json()["source"] == serde_json::json!("store")
+}
+
+#[test]
+fn rotated_password_needs_no_restart() {
+    let redis = Redis::start();
+    let user = ["ACL", "SETUSER", "limiter", "on", ">first", "~*", "&*", "+@all"];
+    let _: () = redis.query(&user);
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("password");
+    fs::write(&file, "first\n").expect("written");
+    let password_file = file.to_str().expect("UTF-8");
+    let named = format!("redis://limiter@127.0.0.1:{}", redis.port());
+    let in_file = format!("store: {{redis: '{named}', password_file: {password_file}}}\n{POLICY}");
+    let in_url = named.replace("limiter@", "limiter:first@");
+    let with_url = format!("store: {{redis: '{in_url}'}}\n{POLICY}");
+    let flags = ["--redis", &named, "--redis-password-file", password_file];
+    let by_file = Service::start(&in_file);
+    let by_flag = Service::start_with(POLICY, &flags);
+    let by_url = Service::start(&with_url);
+    let services = [&by_file, &by_flag, &by_url];
+    for service in services {
+        service.wait_until("Redis decides", is_decided_by_redis);
+    }
+    fs::write(&file, "second\n").expect("written");
+    let config = fs::read_to_string(by_url.file()).expect("the file");
+    fs::write(by_url.file(), config.replace("limiter:first@", "limiter:second@")).expect("written");
+    for service in services {
+        service.wait_until("the password is reloaded", |service| {
+            service.output().contains("configuration reloaded")
+        });
+        assert!(is_decided_by_redis(service), "open connections go on: {}", service.output());
+    }
+    rotate(&redis, "second");
+    for service in services {
+        service.wait_until("the new password is used", is_decided_by_redis);
+        let status = service.admin("/v1/status").json();
+        assert_eq!(status["reload"]["restart_pending"], serde_json::json!([]), "{status}");
+        let output = service.output();
+        let secrets = ["first", "second"].map(|password| output.contains(password));
+        assert_eq!(secrets, [false, false], "{output}");
+    }
+    let output = by_file.output();
+    assert!(output.contains(&format!("files=\"{password_file}\"")), "{output}");
+}

@@ -106,3 +106,24 @@ fn reload_turns_the_log_of_denials_on() {
         service.output().contains("request denied")
     });
 }
+
+#[test]
+fn log_has_the_addresses_of_redis_without_its_password() {
+    let url = "redis://limiter:S3CR3T@127.0.0.1:1/2";
+    for (store, expected) in [
+        (format!("redis: '{url}'"), "Redis at redis://127.0.0.1:1/2"),
+        (
+            "redis: ['redis://:S3CR3T@127.0.0.1:1', 'redis://:S3CR3T@127.0.0.1:2']".to_owned(),
+            "Redis Cluster at redis://127.0.0.1:1, redis://127.0.0.1:2",
+        ),
+        (
+            "sentinel: {master: main, nodes: ['redis://127.0.0.1:1']}".to_owned(),
+            "Redis primary \\\"main\\\" of the sentinels at redis://127.0.0.1:1",
+        ),
+    ] {
+        let service = Service::start(&format!("store: {{{store}}}\npolicies: []\n"));
+        let output = service.output();
+        let line = output.lines().find(|line| line.contains("listening")).expect("the line");
+        assert!(line.contains(expected) && !output.contains("S3CR3T"), "{expected}: {line}");
+    }
+}

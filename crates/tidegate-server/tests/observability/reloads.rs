@@ -59,3 +59,49 @@ fn error_of_a_reload_that_needs_a_restart_has_no_line() {
     assert_eq!((&error["line"], &error["file"]), (&Value::Null, &json!(service.file())), "{error}");
     assert!(error["message"].as_str().is_some_and(|it| it.contains("admin_token")), "{error}");
 }
+
+#[test]
+fn log_of_a_reload_names_what_changed() {
+    let old = "  - {name: old, limit: 1, window: 1h}\n";
+    let same = "  - {name: same, limit: 1, window: 1h}\n";
+    let service = Service::start(&format!("{POLICIES}{old}{same}"));
+    let config = std::fs::read_to_string(service.file()).expect("the file");
+    let changed = config
+        .replace("per-user, limit: 1", "per-user, limit: 2")
+        .replace("name: old", "name: new");
+    let changed = format!("{changed}auth: {{api_token: S3CR3T}}\n");
+    std::fs::write(service.file(), changed).expect("written");
+    service.wait_until("it is reloaded", |service| {
+        service.output().contains("configuration reloaded")
+    });
+    let output = service.output();
+    let line = output.lines().find(|line| line.contains("reloaded")).expect("the line");
+    for field in [
+        "sections=\"auth, policies\"",
+        "added_policies=\"new\"",
+        "removed_policies=\"old\"",
+        "changed_policies=\"per-user\"",
+    ] {
+        assert!(line.contains(field), "{field}: {line}");
+    }
+    assert!(!line.contains("same") && !output.contains("S3CR3T"), "{output}");
+}
+
+#[test]
+fn pending_restart_shows_in_status_and_metrics_until_it_is_not_needed() {
+    let service = Service::start(POLICIES);
+    let is_pending = |service: &Service, sections: Value| {
+        let status = service.admin("/v1/status").json();
+        let gauge = metric(service, "tidegate_restart_pending ") > 0.5;
+        status["reload"]["restart_pending"] == sections && gauge == (sections != json!([]))
+    };
+    assert!(is_pending(&service, json!([])));
+    let config = std::fs::read_to_string(service.file()).expect("the file");
+    let other = format!("{config}store: {{redis: 'redis://127.0.0.1:1'}}\n");
+    std::fs::write(service.file(), other).expect("written");
+    service.wait_until("a restart is pending", |service| is_pending(service, json!(["store"])));
+    let output = service.output();
+    assert!(output.contains("changes in store need a restart"), "{output}");
+    std::fs::write(service.file(), config).expect("written");
+    service.wait_until("no restart is pending", |service| is_pending(service, json!([])));
+}

@@ -210,6 +210,39 @@ impl RedisStore {
         Builder::new(Deployment::Sentinel { primary: primary.to_owned() }, urls)
     }
 
+    /// Takes the user, password and TLS options of a builder for all connections to come, for
+    /// example after a rotation of the password. Open connections go on, and so do the addresses
+    /// and all other options of the store.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Misconfigured`] if an option is invalid, or if the URLs of the builder are for
+    /// connections with TLS and those of the store are not, or the other way round.
+    ///
+    /// ```no_run
+    /// use tidegate::RedisStore;
+    ///
+    /// # async fn rotate() -> Result<(), Box<dyn std::error::Error>> {
+    /// let builder = RedisStore::builder("redis://limiter@127.0.0.1:6379");
+    /// let password = || std::fs::read_to_string("/run/secrets/redis");
+    /// let store = builder.clone().password(password()?).connect().await?;
+    /// // Later, when the file has changed:
+    /// store.renew_credentials(&builder.password(password()?))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn renew_credentials(&self, builder: &Builder) -> Result<(), StoreError> {
+        let (seeds, options) = builder.validate()?;
+        let topology = self.shared.topology.state();
+        if options.tls.is_some() != topology.options().tls.is_some() {
+            let reason = "redis:// and rediss:// cannot replace each other while the store is in \
+                          use: create another store";
+            return Err(StoreError::Misconfigured(reason.to_owned()));
+        }
+        topology.renew(seeds, options);
+        Ok(())
+    }
+
     /// Announces several decisions of one caller: the first of them waits until the others have
     /// joined its call.
     #[doc(hidden)]

@@ -143,6 +143,19 @@ fn outage_and_failed_reload_stand_out() {
 }
 
 #[test]
+fn pending_restart_stands_out() {
+    let mut view = view();
+    let reload = json!({"ok": true, "config_file": "tidegate.yaml", "config_loaded_at_ms": 2_000,
+        "restart_pending": ["listen", "store"]});
+    apply(&mut view, "status", &json!({"now_ms": 8_000, "store": {"up": true}, "reload": reload}));
+    for (columns, rows) in [(100, 24), (100, 10)] {
+        let text = texts(&view, columns, rows).join("\n");
+        let expected = "config    RESTART PENDING: listen, store  tidegate.yaml  loaded 6s ago";
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[test]
 fn looked_up_key_shows_denials_first() {
     let lookup: Lookup = serde_json::from_value(json!({"key": "ann", "results": [
         {"policy": "a", "mode": "enforce", "limit": 10, "capacity": 100, "allowed": true, "remaining": 97,

@@ -248,7 +248,7 @@ impl Builder {
         self.validate().map(drop)
     }
 
-    fn validate(&self) -> Result<(Seeds, ConnectionOptions), StoreError> {
+    pub(super) fn validate(&self) -> Result<(Seeds, ConnectionOptions), StoreError> {
         self.check_prefix()?;
         let urls = self.urls.iter().map(|url| Url::parse(url)).collect::<Result<Vec<_>, _>>()?;
         let Some(first) = urls.first() else {
@@ -297,7 +297,7 @@ impl Builder {
             }
             Deployment::Cluster => Seeds::Cluster(addresses),
             Deployment::Sentinel { primary } => {
-                let options = Arc::new(ConnectionOptions { database: 0, ..url_options });
+                let options = ConnectionOptions { database: 0, ..url_options };
                 Seeds::Sentinel { name: primary.clone(), sentinels: addresses, options }
             }
         };

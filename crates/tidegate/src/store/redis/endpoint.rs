@@ -6,6 +6,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use redis::{Cmd, RedisError};
 use tokio::net::TcpStream;
 
@@ -29,6 +30,9 @@ pub(super) struct ConnectionOptions {
     pub(super) database: i64,
     pub(super) tls: Option<Arc<ClientTls>>,
 }
+
+/// Options of all connections to come. A renewal replaces them; open connections go on.
+pub(super) type SharedOptions = Arc<ArcSwap<ConnectionOptions>>;
 
 /// Reason why no connection was opened.
 #[derive(Debug)]
@@ -117,6 +121,16 @@ impl fmt::Display for Address {
 }
 
 impl ConnectionOptions {
+    /// Replaces the credentials and certificates of `shared` by these.
+    pub(super) fn renew(mut self, shared: &SharedOptions) {
+        let current = shared.load();
+        self.database = current.database;
+        if let (Some(tls), Some(current)) = (&self.tls, &current.tls) {
+            tls.adopt_names(current);
+        }
+        shared.store(Arc::new(self));
+    }
+
     /// Returns the commands that a new connection starts with. They are not left to the `redis`
     /// crate, because it hides the server's error.
     pub(super) fn handshake_commands(&self) -> Vec<Cmd> {

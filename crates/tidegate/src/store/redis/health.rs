@@ -178,7 +178,7 @@ impl RedisStore {
         let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
         let commands = commands.iter().filter_map(|words| command(words)).collect();
         let options = self.shared.topology.state().options();
-        let replies = query_all_once(&target, options, commands, timeout).await;
+        let replies = query_all_once(&target, &options, commands, timeout).await;
         let replies = replies.map_err(|error| StoreError::Unreachable(error.reason))?;
         Ok(replies.into_iter().map(Reply::from_value).collect())
     }

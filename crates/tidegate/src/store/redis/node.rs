@@ -17,7 +17,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use super::call::LoadedScripts;
 use super::connection::{Connection, is_primary_role, parse_time};
-use super::endpoint::{Address, ConnectionOptions, OpenError};
+use super::endpoint::{Address, OpenError, SharedOptions};
 use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
@@ -47,7 +47,7 @@ pub(super) enum Role {
 /// State that callers share with the supervisor task.
 struct NodeShared {
     address: Address,
-    options: Arc<ConnectionOptions>,
+    options: SharedOptions,
     role: Role,
     /// Timeout of a connect, handshake included, and of a health check.
     connect_timeout: Duration,
@@ -87,7 +87,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(1);
 impl NodeClient {
     pub(super) fn new(
         address: Address,
-        options: &Arc<ConnectionOptions>,
+        options: &SharedOptions,
         role: Role,
         timeout: Duration,
         refresh: &RefreshTrigger,
@@ -382,7 +382,7 @@ impl NodeShared {
 
     fn connect_error(&self, error: &RedisError) -> NodeError {
         // A server that rejects our certificate reports it only after the TLS handshake, if at all.
-        let hint = if self.options.tls.is_some() && error.is_connection_dropped() {
+        let hint = if self.options.load().tls.is_some() && error.is_connection_dropped() {
             " (by TLS: does the server require another client certificate?)"
         } else {
             ""
@@ -392,7 +392,8 @@ impl NodeShared {
 
     /// Connects, performs the handshake, and checks the role.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
-        let opened = self.address.open(&self.options).await;
+        let options = self.options.load_full();
+        let opened = self.address.open(&options).await;
         let (wire, driver) = opened.map_err(|error| match error {
             OpenError::Failed(error) => self.connect_error(&error),
             OpenError::WrongScheme(reason) => NodeError::misconfigured(&self.address, reason),
@@ -402,7 +403,7 @@ impl NodeShared {
         // The address may lead to another server now.
         self.refuses_cross_slot.store(false, Ordering::Relaxed);
         let mut handshake = Pipeline::new();
-        for command in self.options.handshake_commands() {
+        for command in options.handshake_commands() {
             handshake.add_command(command);
         }
         handshake.add_command(self.ping_command());
@@ -413,7 +414,7 @@ impl NodeShared {
         let mut replies = match connection.wire.send_all(&handshake).await {
             Ok(replies) => replies,
             Err(error) => {
-                let wrong_scheme = self.address.wrong_scheme(&self.options).await;
+                let wrong_scheme = self.address.wrong_scheme(&options).await;
                 return Err(wrong_scheme.unwrap_or_else(|| self.connect_error(&error)));
             }
         };

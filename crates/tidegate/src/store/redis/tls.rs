@@ -76,6 +76,11 @@ impl ClientTls {
         }
     }
 
+    /// Takes over the announced host names of the options before.
+    pub(super) fn adopt_names(&self, earlier: &Self) {
+        self.announced.store(earlier.announced.load_full());
+    }
+
     /// Replaces the announced host names. One that is no host name is left out.
     pub(super) fn announce(&self, names: impl IntoIterator<Item = (Address, String)>) {
         let parsed = |(address, name)| Some((address, ServerName::try_from(name).ok()?));

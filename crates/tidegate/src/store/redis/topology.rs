@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 
 use self::cluster::SlotMap;
 use self::moves::SlotMoves;
-use super::endpoint::{Address, ConnectionOptions};
+use super::endpoint::{Address, ConnectionOptions, SharedOptions};
 use super::error::NodeError;
 use super::node::{NodeClient, Role};
 use super::refresh::RefreshTrigger;
@@ -34,7 +34,7 @@ pub(super) enum Seeds {
     /// Some nodes of a cluster.
     Cluster(Vec<Address>),
     /// Sentinels, their connection options, and their name for the primary.
-    Sentinel { name: String, sentinels: Vec<Address>, options: Arc<ConnectionOptions> },
+    Sentinel { name: String, sentinels: Vec<Address>, options: ConnectionOptions },
 }
 
 /// State of the topology and the tasks that refresh it.
@@ -45,7 +45,9 @@ pub(super) struct Topology {
 
 /// State that calls share with the refresh tasks.
 pub(super) struct TopologyState {
-    options: Arc<ConnectionOptions>,
+    options: SharedOptions,
+    /// Options of the connections to sentinels, if there are any.
+    sentinel_options: SharedOptions,
     timeout: Duration,
     routes: ArcSwap<Routes>,
     /// Number of changes of the routes, incremented after each.
@@ -88,8 +90,11 @@ const UNUSED_NODE_TTL: Duration = Duration::from_secs(30);
 impl Topology {
     pub(super) fn start(seeds: Seeds, options: ConnectionOptions, timeout: Duration) -> Self {
         let refresh = RefreshTrigger::new();
+        let sentinel_options = SharedOptions::default();
         let sentinels = match &seeds {
             Seeds::Sentinel { sentinels, options, .. } => {
+                sentinel_options.store(Arc::new(options.clone()));
+                let options = &sentinel_options;
                 let client = |address: &Address| {
                     NodeClient::new(address.clone(), options, Role::Sentinel, timeout, &refresh)
                 };
@@ -100,7 +105,8 @@ impl Topology {
         let undiscovered =
             NodeError { reason: "no node has been found yet".to_owned(), misconfigured: false };
         let state = Arc::new(TopologyState {
-            options: Arc::new(options),
+            options: Arc::new(ArcSwap::from_pointee(options)),
+            sentinel_options,
             timeout,
             routes: ArcSwap::from_pointee(Routes::Unknown(undiscovered)),
             epoch: AtomicU64::new(0),
@@ -189,8 +195,16 @@ impl TopologyState {
     }
 
     /// Returns the connection options of data nodes.
-    pub(super) fn options(&self) -> &ConnectionOptions {
-        &self.options
+    pub(super) fn options(&self) -> Arc<ConnectionOptions> {
+        self.options.load_full()
+    }
+
+    /// Replaces the credentials and certificates of all connections to come.
+    pub(super) fn renew(&self, seeds: Seeds, options: ConnectionOptions) {
+        options.renew(&self.options);
+        if let Seeds::Sentinel { options, .. } = seeds {
+            options.renew(&self.sentinel_options);
+        }
     }
 
     /// Returns whether this node owns a slot of a cluster.

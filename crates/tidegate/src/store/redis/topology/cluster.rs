@@ -116,7 +116,7 @@ pub(super) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
         match fetch_slots(&topology, &other_nodes).await {
             Ok(slots) => {
                 // Before the nodes are connected.
-                if let Some(tls) = &topology.options.tls {
+                if let Some(tls) = &topology.options().tls {
                     tls.announce(slots.names.iter().cloned());
                 }
                 other_nodes = slots.replicas.iter().chain(&seeds).cloned().collect();
@@ -201,7 +201,7 @@ async fn fetch_slots(
     }
     let timeout = QUERY_TIMEOUT.max(topology.timeout.min(Duration::from_secs(1)));
     for address in other_nodes {
-        match query_once(address, &topology.options, cluster_slots(), timeout).await {
+        match query_once(address, &topology.options(), cluster_slots(), timeout).await {
             Ok(reply) => match parse_slots(&reply, address) {
                 Some(slots) => return Ok(slots),
                 None => last_error = NodeError::new(address, NO_SLOTS),

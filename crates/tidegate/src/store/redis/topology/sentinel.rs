@@ -169,7 +169,8 @@ async fn find_promoted(
         let port = field(replica, "port").and_then(|port| port.parse().ok());
         let Some((host, port)) = field(replica, "ip").zip(port) else { continue };
         let address = Address::tcp(host, port);
-        let role = query_once(&address, &topology.options, redis::cmd("ROLE"), QUERY_TIMEOUT).await;
+        let role =
+            query_once(&address, &topology.options(), redis::cmd("ROLE"), QUERY_TIMEOUT).await;
         if role.is_ok_and(|role| is_primary_role(&role)) {
             return Some(address);
         }
