@@ -20,6 +20,7 @@ mod serve;
 mod simulate;
 pub(crate) mod style;
 mod top;
+mod variables;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
 #[derive(Debug, Parser)]

@@ -25,6 +25,7 @@ mod schema;
 mod store;
 mod warning;
 
+pub(crate) use auth::TOKEN_VARIABLES;
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
 pub(crate) use listen::{AllowedHosts, Listen, ListenAddress};

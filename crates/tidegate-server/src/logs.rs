@@ -2,7 +2,6 @@
 
 use std::io::IsTerminal as _;
 
-use anyhow::Context as _;
 use clap::ValueEnum;
 use opentelemetry::trace::TracerProvider as _;
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -10,12 +9,14 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, filter::Targets};
 
 mod denials;
+mod level;
 mod otlp;
 pub(crate) mod panics;
 mod throttle;
 mod traces;
 
 pub(crate) use denials::DenialLog;
+pub(crate) use level::VARIABLE;
 pub(crate) use throttle::{LogThrottle, store_failed};
 pub(crate) use traces::{TRACE, Traces, continue_trace, propagate_trace, trace_id};
 
@@ -28,10 +29,8 @@ pub(crate) enum LogFormat {
 /// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
 /// runs on.
 pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
-    let filter = match std::env::var("TIDEGATE_LOG") {
-        Ok(text) if !text.trim().is_empty() => text.parse::<EnvFilter>().with_context(|| {
-            format!("TIDEGATE_LOG={text}: write a level, such as debug, or levels of modules")
-        })?,
+    let filter = match std::env::var(level::VARIABLE) {
+        Ok(text) if !text.trim().is_empty() => level::parse(&text)?,
         _ => EnvFilter::new("info"),
     };
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);

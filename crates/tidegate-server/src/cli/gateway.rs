@@ -131,6 +131,9 @@ impl GatewayCommand {
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");
         }
+        if let Some(warning) = super::variables::warning(self.config.as_deref()) {
+            tracing::warn!("{warning}");
+        }
         runtime.block_on(serve::gateway(
             config,
             self.redis.source(self.config.clone()),

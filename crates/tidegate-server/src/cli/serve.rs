@@ -90,6 +90,9 @@ impl ServeCommand {
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");
         }
+        if let Some(warning) = super::variables::warning(self.config.as_deref()) {
+            tracing::warn!("{warning}");
+        }
         runtime.block_on(serve::serve(config, self.redis.source(self.config.clone()), announce))?;
         drop(traces);
         // Blocking tasks, such as the file watcher, must not delay the exit.

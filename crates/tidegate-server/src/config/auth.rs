@@ -9,6 +9,12 @@ use tidegate::internals::Document;
 use super::{ConfigError, Secret, raw};
 use crate::tls;
 
+const API_TOKEN: &str = "TIDEGATE_API_TOKEN";
+const ADMIN_TOKEN: &str = "TIDEGATE_ADMIN_TOKEN";
+
+/// Variables with tokens. With `_FILE` at its end, each names a file.
+pub(crate) const TOKEN_VARIABLES: [&str; 2] = [API_TOKEN, ADMIN_TOKEN];
+
 /// Tokens of the listeners.
 #[derive(Debug)]
 pub(super) struct Tokens {
@@ -25,13 +31,13 @@ pub(super) fn validate(
 ) -> Result<Tokens, ConfigError> {
     let api = WrittenToken {
         name: "api_token",
-        variable: "TIDEGATE_API_TOKEN",
+        variable: API_TOKEN,
         token: raw.api_token,
         file: raw.api_token_file,
     };
     let admin = WrittenToken {
         name: "admin_token",
-        variable: "TIDEGATE_ADMIN_TOKEN",
+        variable: ADMIN_TOKEN,
         token: raw.admin_token,
         file: raw.admin_token_file,
     };

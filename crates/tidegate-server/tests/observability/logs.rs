@@ -107,6 +107,56 @@ fn reload_turns_the_log_of_denials_on() {
     });
 }
 
+const USERS: &str = "policies:\n  - {name: per-user, key: header.x-user, limit: 1, window: 1h}\n";
+
+#[test]
+fn level_warning_shows_warnings() {
+    let level = [("TIDEGATE_LOG", "warning")];
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let run = |variables: &[(&str, &str)], config: &str| {
+        std::fs::write(&file, config).expect("written");
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(["serve", "--config"])
+            .arg(&file)
+            .env_clear()
+            .envs(variables.iter().copied())
+            .output()
+            .expect("the binary runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    // An address that is in use ends the process after its warnings.
+    let used = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let used = used.local_addr().map(|address| (address, used)).expect("an address");
+    let listen = "http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: ";
+    let (code, text) = run(&level, &format!("listen: {{{listen}'{}'}}\n{USERS}", used.0));
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("WARN") && text.contains("a client that leaves out"), "{text}");
+    let (code, text) = run(&[("TIDEGATE_LOG", "warnings")], USERS);
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("\"warnings\" is no level: write one of off, error, warn"), "{text}");
+}
+
+#[test]
+fn unknown_variables_are_one_warning_with_the_right_names() {
+    let variables = [
+        ("TIDEGATE_REDIS_URL", "redis://S3CR3T"),
+        ("TIDEGATE_LOG_LEVEL", "debug"),
+        ("TIDEGATE_LOG_FORMAT", "text"),
+        ("TIDEGATE_PORT_8080_TCP_ADDR", "10.0.0.1"),
+    ];
+    let service = Service::start_with_environment(
+        "auth: {api_token: '${TIDEGATE_OWN:-a}'}\npolicies: []\n",
+        &variables,
+    );
+    let output = service.output();
+    let warnings: Vec<_> = output.lines().filter(|line| line.contains("WARN")).collect();
+    assert_eq!(warnings.len(), 1, "{output}");
+    let expected = "TIDEGATE_LOG_LEVEL (did you mean TIDEGATE_LOG?), TIDEGATE_REDIS_URL (did you \
+                    mean TIDEGATE_REDIS?): write the right name";
+    assert!(warnings[0].contains(expected) && !output.contains("S3CR3T"), "{output}");
+}
+
 #[test]
 fn log_has_the_addresses_of_redis_without_its_password() {
     let url = "redis://limiter:S3CR3T@127.0.0.1:1/2";
