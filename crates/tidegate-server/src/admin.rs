@@ -9,6 +9,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::{HeaderName, HeaderValue, header};
+use tidegate::Policy;
 
 use crate::api::browser::BrowserGuard;
 use crate::api::problem::Problem;
@@ -93,6 +94,9 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
 
 async fn all_metrics(State(admin): State<Admin>) -> Response {
     let mut text = admin.state.metrics.text(&admin.state.backend);
+    let active = admin.state.active();
+    let policies = active.policies().iter().map(Policy::name);
+    admin.state.metrics.write_unmatched(&mut text, policies);
     admin.state.reloads.write_metrics(&mut text);
     admin.live.write_metrics(&mut text);
     if let Some(gateway) = admin.state.gateway() {

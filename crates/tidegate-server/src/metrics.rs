@@ -193,6 +193,27 @@ impl Metrics {
         }
     }
 
+    /// Returns whether a request has matched the policy since the start, even one without its key.
+    pub(crate) fn has_matched(&self, policy: &str) -> bool {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        let counters = [ALLOWED, DENIED, SHADOW_DENIED, MISSING_KEY];
+        all.get(policy).is_some_and(|it| counters.iter().any(|index| it.0.total(*index) > 0))
+    }
+
+    /// Writes which of these policies no request has matched.
+    pub(crate) fn write_unmatched<'a>(
+        &self,
+        text: &mut String,
+        policies: impl Iterator<Item = &'a str>,
+    ) {
+        let name = "tidegate_policy_unmatched";
+        head(text, name, "gauge", "Whether no request has matched the policy since the start.");
+        for policy in policies {
+            let (label, unmatched) = (escaped(policy), !self.has_matched(policy));
+            let _ = writeln!(text, "{name}{{policy=\"{label}\"}} {}", u8::from(unmatched));
+        }
+    }
+
     pub(crate) fn count_reload(&self, success: bool) {
         let counter = if success { &self.reload_successes } else { &self.reload_failures };
         counter.fetch_add(1, Ordering::Relaxed);

@@ -14,6 +14,7 @@ const SOURCES: [string, string, string][] = [
   ['local', 'local (fallback)', 'line-3'],
   ['allow', 'allowed without the store', 'line-4'],
   ['deny', 'denied without the store', 'line-5'],
+  ['missing-key', 'denied without a key', 'line-6'],
 ];
 
 export class Figures {

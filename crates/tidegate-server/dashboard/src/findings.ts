@@ -88,6 +88,12 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
 }
 
 function addReload({reload}: Status, nowMs: number, add: Add): void {
+  const pending = reload.restart_pending ?? [];
+  if (pending.length > 0) {
+    add('restart pending', 'warn', 'Restart pending',
+      `Changes in ${pending.map(format.visible).join(', ')} of the configuration are not active: `
+      + 'restart the service.');
+  }
   if (reload.ok) return;
   const when = reload.at_ms === null ? '' : `${format.age(nowMs - reload.at_ms)} ago: `;
   const {error} = reload;

@@ -84,7 +84,7 @@ export class Lookup {
     }
   }
 
-  private render({key, results, truncated}: LookupBody, note: string): void {
+  private render({key, denied: isKnown, results, truncated}: LookupBody, note: string): void {
     show(this.close, true);
     const shown = results.slice(0, MAX_ROWS);
     const denied = results.filter((result) => isDenied(result) && result.mode !== 'shadow');
@@ -93,9 +93,12 @@ export class Lookup {
       ? `No policy counts by a single key such as “${name}”.`
       : denied.length > 0
         ? `“${name}” is denied by ${list(denied.map(({policy}) => policy))}.`
-        : `“${name}” is not denied by any policy.`;
+        : isKnown === false
+          ? `“${name}” is not denied by any policy.`
+          : `“${name}” is not denied by the policies that could be asked, but not all could.`;
     const isCut = truncated || results.length > MAX_ROWS;
-    const more = isCut ? ` The first ${MAX_ROWS} policies are shown.` : '';
+    const more = isCut
+      ? ` ${MAX_ROWS} policies are shown: first those that deny, then those in use.` : '';
     setText(this.message, `${note} ${summary}${more} As of ${format.clock(Date.now())}.`.trim());
     const cards = new Cards(`Counts of the key ${name}`, [
       {name: 'policy'},

@@ -31,6 +31,8 @@ export class Policies {
     (policy) => this.row(policy),
   );
   private rates = new Map<string, HTMLTableCellElement[]>();
+  /** Lines of the policies that no request has matched, by the name of the policy. */
+  private unmatched = new Map<string, HTMLElement>();
   private readonly filter = byId<HTMLInputElement>('policy-filter');
   private readonly message = byId('policies-message');
   private readonly choice = byId<HTMLSelectElement>('what-if-policy');
@@ -77,6 +79,12 @@ export class Policies {
   update(sample: Sample | undefined): void {
     this.sample = sample;
     for (const [name, cells] of this.rates) showRates(cells, policyRates(sample, name));
+    for (const [name, line] of this.unmatched) {
+      if (policyRates(sample, name).some((rate) => rate > 0)) {
+        line.remove();
+        this.unmatched.delete(name);
+      }
+    }
   }
 
   private render(): void {
@@ -98,8 +106,15 @@ export class Policies {
     const name = el('div', {}, foreign(policy.name, 48));
     if (policy.mode !== 'enforce') name.append(' ', el('span', {class: 'badge'}, policy.mode));
     if (policy.rule) name.append(el('div', {class: 'detail'}, 'rule ', foreign(policy.rule, 48)));
+    const match = matchCell(policy);
+    this.unmatched.delete(policy.name);
+    if (policy.matched === false) {
+      const line = el('div', {class: 'warn'}, 'no request has matched it since the start');
+      match.append(line);
+      this.unmatched.set(policy.name, line);
+    }
     const row = this.cards.row(
-      name, '', '', '', limitCell(policy), matchCell(policy), keyCell(policy),
+      name, '', '', '', limitCell(policy), match, keyCell(policy),
       overridesCell(policy),
     );
     const cells = Array.from(row.cells).slice(1, 4) as HTMLTableCellElement[];

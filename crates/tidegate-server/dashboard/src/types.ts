@@ -49,6 +49,8 @@ export interface Reload {
   error: ReloadError | null;
   config_loaded_at_ms: number;
   config_file: string | null;
+  /** Sections of the file whose changes need a restart. */
+  restart_pending?: string[];
 }
 
 export interface Upstream {
@@ -133,6 +135,8 @@ export interface Policy {
   cost?: number | CostByAttribute | null;
   overrides?: Override[] | number;
   override_count?: number;
+  /** Whether a request has matched it since the start; absent for a rule of Envoy. */
+  matched?: boolean;
   count_denied?: boolean | null;
 }
 
@@ -159,6 +163,9 @@ export interface LookupResult {
 
 export interface LookupBody {
   key: string;
+  /** Whether an enforced policy denies the key; null if not all could be asked. */
+  denied?: boolean | null;
+  /** Those that deny first, then those in use. */
   results: LookupResult[];
   truncated?: boolean;
 }

@@ -25,6 +25,8 @@ use crate::logs;
 use crate::state::{ActiveConfig, ServerState};
 
 /// Maximum number of policies and rules that are asked.
+const MAX_PEEKS: usize = 5_000;
+/// Maximum number of policies and rules in a response.
 const MAX_RESULTS: usize = 200;
 /// Number of peeks in flight.
 const MAX_PARALLEL: usize = 16;
@@ -43,6 +45,10 @@ struct LookupBody {
     key: String,
     /// Whether units of this key are in use in any policy.
     found: bool,
+    /// Whether an enforced policy denies the key; null if none is known to, but not all could be
+    /// asked.
+    denied: Option<bool>,
+    /// Policies that deny the key first, then those that it uses.
     results: Vec<ResultBody>,
     /// Whether there are more policies than results.
     truncated: bool,
@@ -66,6 +72,16 @@ struct ResultBody {
     /// Why the key could not be looked up here.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
+}
+
+impl ResultBody {
+    fn is_denied(&self) -> bool {
+        self.state.as_ref().is_some_and(|state| !state.allowed)
+    }
+
+    fn is_shadow(&self) -> bool {
+        self.mode == Mode::Shadow.as_str()
+    }
 }
 
 #[derive(Serialize)]
@@ -106,8 +122,8 @@ pub(super) async fn handle(
     Key::new(&key).map_err(|error| Problem::bad_request(format!("the key {error}")))?;
     let active = admin.state.active();
     let mut targets = targets(&admin.state, &active, &key, policy.as_deref())?;
-    let truncated = targets.len() > MAX_RESULTS;
-    targets.truncate(MAX_RESULTS);
+    let is_complete = targets.len() <= MAX_PEEKS;
+    targets.truncate(MAX_PEEKS);
     let mut peeks = Vec::with_capacity(targets.len());
     for target in targets {
         peeks.push(target.peek(&active));
@@ -115,8 +131,17 @@ pub(super) async fn handle(
     let peeked = futures_util::stream::iter(peeks).buffered(MAX_PARALLEL);
     let results: Vec<(bool, Option<ResultBody>)> = peeked.collect().await;
     let found = results.iter().any(|(in_use, _)| *in_use);
-    let results = results.into_iter().filter_map(|(_, result)| result).collect();
-    Ok(Json(LookupBody { key, found, results, truncated }).into_response())
+    let shown = results.into_iter().filter_map(|(in_use, result)| Some((in_use, result?)));
+    let mut shown: Vec<(bool, ResultBody)> = shown.collect();
+    let is_known = is_complete && shown.iter().all(|(_, result)| result.error.is_none());
+    let is_denied = shown.iter().any(|(_, result)| result.is_denied() && !result.is_shadow());
+    let denied = (is_denied || is_known).then_some(is_denied);
+    shown.sort_by_key(|(in_use, result)| {
+        (!result.is_denied(), result.is_shadow(), result.error.is_none(), !in_use)
+    });
+    let truncated = !is_complete || shown.len() > MAX_RESULTS;
+    let results = shown.into_iter().take(MAX_RESULTS).map(|(_, result)| result).collect();
+    Ok(Json(LookupBody { key, found, denied, results, truncated }).into_response())
 }
 
 /// Returns the counts that this key names, in the order of the configuration.

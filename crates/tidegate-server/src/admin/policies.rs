@@ -10,6 +10,7 @@ use tidegate::{Algorithm, Cost, KeySource, Policy, Quota};
 
 use super::Admin;
 use crate::envoy::rules::{Limit, Rule, RuleMode};
+use crate::metrics::Metrics;
 use crate::state::ActiveConfig;
 
 /// Maximum number of overrides that are listed per policy.
@@ -17,7 +18,9 @@ const MAX_OVERRIDES: usize = 100;
 
 pub(super) async fn handle(State(admin): State<Admin>) -> Response {
     let active = admin.state.active();
-    let policies = active.policies().iter().map(|policy| PolicyBody::of_policy(policy, &active));
+    let metrics = &admin.state.metrics;
+    let policies = active.policies().iter();
+    let policies = policies.map(|policy| PolicyBody::of_policy(policy, &active, metrics));
     let rules = active.envoy.rules.rules().filter_map(|rule| PolicyBody::of_rule(rule, &active));
     Json(policies.chain(rules).collect::<Vec<_>>()).into_response()
 }
@@ -38,6 +41,9 @@ struct PolicyBody<'a> {
     show_keys: &'static str,
     overrides: Vec<OverrideBody>,
     override_count: usize,
+    /// Whether a request has matched it since the start. Rules have no such field.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matched: Option<bool>,
     /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
     #[serde(skip_serializing_if = "Option::is_none")]
     rule: Option<&'a str>,
@@ -71,7 +77,7 @@ struct OverrideBody {
 }
 
 impl<'a> PolicyBody<'a> {
-    fn of_policy(policy: &'a Policy, active: &ActiveConfig) -> Self {
+    fn of_policy(policy: &'a Policy, active: &ActiveConfig, metrics: &Metrics) -> Self {
         let mut overrides: Vec<(&str, &Quota)> = policy.overrides().collect();
         overrides.sort_unstable_by_key(|(key, _)| *key);
         overrides.truncate(MAX_OVERRIDES);
@@ -96,6 +102,7 @@ impl<'a> PolicyBody<'a> {
             show_keys: policy.show_keys().as_str(),
             overrides: overrides.into_iter().map(shown).collect(),
             override_count: policy.override_count(),
+            matched: Some(metrics.has_matched(policy.name())),
             rule: None,
         }
     }
@@ -127,6 +134,7 @@ impl<'a> PolicyBody<'a> {
             show_keys: rule.show_keys().as_str(),
             overrides: Vec::new(),
             override_count: 0,
+            matched: None,
             rule: rule.name.as_deref(),
         })
     }

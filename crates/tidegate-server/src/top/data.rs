@@ -141,6 +141,8 @@ pub(super) struct HotKey {
 pub(crate) struct Lookup {
     pub(super) key: String,
     pub(super) results: Vec<LookupResult>,
+    /// Whether there are more policies than results.
+    pub(super) truncated: bool,
 }
 
 #[derive(Debug, Default, Deserialize)]

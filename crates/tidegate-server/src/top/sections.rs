@@ -193,7 +193,8 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
     };
     results.sort_by_key(|result| order(result));
     let denied = results.iter().filter(|result| result.allowed == Some(false)).count();
-    let heading = format!("  {denied} of {} policies deny it", results.len());
+    let more = if lookup.truncated { ", and more are not shown" } else { "" };
+    let heading = format!("  {denied} of {} policies deny it{more}", results.len());
     let mut lines =
         vec![Line::labelled("key ").with(style::NOTE, &lookup.key).with(PLAIN, &heading)];
     if results.is_empty() {

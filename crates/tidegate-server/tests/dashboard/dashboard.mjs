@@ -56,6 +56,8 @@ describe('dashboard', {concurrency: true}, () => {
     test('numbers move, and a hot key is found, looked up and reset', options, async () => {
       const page = await open(browser, service.url);
       await finding(page, 'No requests').waitFor();
+      const unmatched = byPolicy(page, 'per-user').getByText('no request has matched it');
+      await unmatched.waitFor();
       const loads = [
         new Load(service, {policy: 'per-user', key: 'mallory'}),
         new Load(service, {policy: 'per-user', key: 'acme'}),
@@ -71,6 +73,7 @@ describe('dashboard', {concurrency: true}, () => {
         const cells = byPolicy(page, 'per-user').locator('td');
         await until('the policy has its rate', async () =>
           Number(await cells.nth(1).textContent()) > 0);
+        await unmatched.waitFor({state: 'detached'});
         await page.locator('#chart-policies', {hasText: 'per-user'}).waitFor();
         await until('a latency is shown', async () =>
           /\d (µs|ms)$/.test(await page.textContent('#value-p99')));
@@ -158,6 +161,16 @@ describe('dashboard', {concurrency: true}, () => {
       await page.getByText(/^succeeded,/).waitFor();
       await byPolicy(page, 'third').waitFor();
       await finding(page, 'Reload failed').waitFor({state: 'detached'});
+      await close(page);
+    });
+
+    test('changes that need a restart are shown until they are undone', options, async () => {
+      const page = await open(browser, service.url);
+      service.write(`${POLICIES}store: {max_keys: 5}\n`);
+      const pending = finding(page, /Restart pending.*Changes in .*store.*restart the service/);
+      await pending.waitFor();
+      service.write(POLICIES);
+      await pending.waitFor({state: 'detached'});
       await close(page);
     });
 

@@ -77,7 +77,7 @@ fn named_key_of_a_policy_without_a_key_is_found() {
         results.map(|it| (it["key"].clone(), it["remaining"].clone())).collect()
     };
     let all = || (json!("all"), json!(500));
-    assert_eq!(counts("bob"), [all(), (json!("bob"), json!(493))]);
+    assert_eq!(counts("bob"), [(json!("bob"), json!(493)), all()], "those in use come first");
     for key in ["ann", "all"] {
         assert_eq!(counts(key), [all()]);
     }
@@ -157,4 +157,27 @@ policies:
         denied["reason"],
         json!("The store is unavailable, and requests are denied by on_store_failure.")
     );
+}
+
+#[test]
+fn denied_key_is_found_among_many_policies() {
+    let policy = |number: u32| {
+        let fields = "key: header.x-user-id, limit: 1, window: 1h";
+        format!("  - {{name: p{number}, match: {{path: /{number}}}, {fields}}}\n")
+    };
+    let policies: String = (0..1_001).map(policy).collect();
+    let service = Service::start(&format!("policies:\n{policies}"));
+    let acquire = |path: &str| acquire(&service, &[("path", path), ("header.x-user-id", "ann")]);
+    let found = lookup(&service, "key=ann");
+    assert_eq!((&found["denied"], &found["truncated"]), (&json!(false), &json!(true)));
+    assert_eq!((acquire("/900"), acquire("/900")), (200, 429));
+    let found = lookup(&service, "key=ann");
+    assert_eq!((&found["denied"], &found["truncated"]), (&json!(true), &json!(true)));
+    let results = found["results"].as_array().expect("a list");
+    assert_eq!((results.len(), &results[0]["policy"]), (200, &json!("p900")));
+    // One warning for all of them.
+    let output = service.output();
+    let warnings: Vec<_> = output.lines().filter(|line| line.contains("WARN")).collect();
+    assert_eq!(warnings.len(), 1, "{output}");
+    assert!(warnings[0].contains("1001 policies, \"p0\", \"p1\", \"p2\" and 998 more"), "{output}");
 }

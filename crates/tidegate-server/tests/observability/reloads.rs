@@ -105,3 +105,23 @@ fn pending_restart_shows_in_status_and_metrics_until_it_is_not_needed() {
     std::fs::write(service.file(), config).expect("written");
     service.wait_until("no restart is pending", |service| is_pending(service, json!([])));
 }
+
+#[test]
+fn policy_that_no_request_has_matched_shows_in_metrics_and_in_the_list() {
+    let service = Service::start(
+        "policies:\n  - {name: used, limit: 9, window: 1h}\n  \
+         - {name: keyless, key: header.x-user, limit: 9, window: 1h}\n  \
+         - {name: never, match: {path: /never}, limit: 9, window: 1h}\n",
+    );
+    let unmatched = |policy: &str| {
+        metric(&service, &format!("tidegate_policy_unmatched{{policy=\"{policy}\"}} ")) > 0.5
+    };
+    let names = ["used", "keyless", "never"];
+    assert_eq!(names.map(unmatched), [true, true, true]);
+    assert_eq!(service.acquire(&super::attributes(&[("path", "/x")])).status, 200);
+    assert_eq!(names.map(unmatched), [false, false, true], "one lacks only its key");
+    let listed = service.admin("/v1/policies").json();
+    let matched: Vec<_> =
+        listed.as_array().expect("a list").iter().map(|it| &it["matched"]).collect();
+    assert_eq!(matched, [&json!(true), &json!(true), &json!(false)], "{listed}");
+}
