@@ -84,17 +84,21 @@ pub(super) async fn check(
 async fn first_probe(node: &NodeUnderTest<'_>) -> Result<(), StoreError> {
     for _ in 1..MAX_FIRST_PROBES {
         match node.store.probe_node(node.address).await {
-            Err(StoreError::Timeout(_)) => {}
+            Err(error) if is_timeout(&error) => {}
             decided => return decided,
         }
     }
     node.store.probe_node(node.address).await
 }
 
+fn is_timeout(error: &StoreError) -> bool {
+    matches!(error.reason(), StoreError::Timeout(_))
+}
+
 /// Returns the finding of a decision that does not work.
 async fn script_finding(node: &NodeUnderTest<'_>, error: &StoreError) -> Finding {
     let message = format!("a decision does not work: {error}");
-    if !matches!(error, StoreError::Timeout(_)) {
+    if !is_timeout(error) {
         return Finding::error("scripts", message);
     }
     // A plain command has a longer timeout.
