@@ -127,8 +127,8 @@ impl NodeClient {
     }
 
     /// Returns the name of its user.
-    pub(super) fn user(&self) -> &str {
-        self.shared.options.user.as_deref().unwrap_or("default")
+    pub(super) fn user(&self) -> String {
+        self.shared.options.load().user.clone().unwrap_or_else(|| "default".to_owned())
     }
 
     /// Returns the circuit of decisions on this node.
