@@ -1,5 +1,5 @@
-//! Releases and configurations that differ while they are rolled out: other formats of counts, other
-//! algorithms, other windows.
+//! Releases and configurations that differ while they are rolled out: other formats of counts,
+//! other algorithms, other windows.
 
 mod support;
 
@@ -130,7 +130,7 @@ async fn instances_of_another_format_belong_to_the_fleet_and_are_logged_once() {
     assert_eq!(warnings.0.load(Ordering::Relaxed), 2, "one by each store");
 }
 
-/// Units of the old algorithm count at the rate of the new one, so that their key must live as long.
+/// Units of the old algorithm count at the rate of the new one, and their key must live as long.
 #[tokio::test]
 async fn a_denial_by_a_new_algorithm_extends_the_life_of_the_old_count() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
