@@ -124,8 +124,8 @@ impl<'a> Charge<'a> {
     /// Sets the time of the charge that a refund returns, on the store's clock
     /// ([`Limiter::now`](crate::Limiter::now)), read just before the acquire. The refund returns
     /// the units of that charge and never younger ones, and nothing if that charge has left the
-    /// window. A refund without a time is [`ChargeError::NoChargeTime`]: nobody could know whether
-    /// its units still count. [`Timestamp::ZERO`] is no time.
+    /// window. A refund without a time is [`ChargeError::NoChargeTime`]: no store knows whether its
+    /// units still count. [`Timestamp::ZERO`] is no time.
     ///
     /// ```
     /// # use std::time::Duration;

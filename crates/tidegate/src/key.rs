@@ -93,13 +93,20 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
 #[cfg(any(feature = "redis", test))]
 pub(crate) fn redis_key(prefix: &str, key: &str, policy: &str) -> String {
     let mut text = String::with_capacity(prefix.len() + key.len() + policy.len() + 4);
-    write_redis_key(&mut text, prefix, key, policy);
+    write_redis_key(&mut text, prefix, key, "", policy);
     text
 }
 
-/// Appends the name of a count in Redis to a text.
+/// Appends the name of a count in Redis to a text. The mark of the format follows the brace: no
+/// name without a mark is equal, whatever the key and the policy are.
 #[cfg(any(feature = "redis", test))]
-pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, policy: &str) {
+pub(crate) fn write_redis_key(
+    text: &mut String,
+    prefix: &str,
+    key: &str,
+    format_mark: &str,
+    policy: &str,
+) {
     text.push_str(prefix);
     text.push_str(":{");
     if key.bytes().any(|byte| b"%{}".contains(&byte)) {
@@ -114,7 +121,9 @@ pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, policy
     } else {
         text.push_str(key);
     }
-    text.push_str("}:");
+    text.push('}');
+    text.push_str(format_mark);
+    text.push(':');
     text.push_str(policy);
 }
 

@@ -68,7 +68,8 @@ async function main() {
   const ask = async (...words) => numbers(await client.call(...words));
   assert.deepEqual((await ask("TG.ACQUIRE", "per-user", "ann")).slice(0, 3), [1, 3, 2]);
   assert.deepEqual((await ask("TG.PEEK", "per-user", "ann")).slice(0, 3), [1, 3, 1]);
-  assert.deepEqual((await ask("TG.REFUND", "per-user", "ann", "AGE", "9000")).slice(0, 3), [1, 3, 3]);
+  const refund = await ask("TG.REFUND", "per-user", "ann", "AGE", "9000");
+  assert.deepEqual(refund.slice(0, 3), [1, 3, 3]);
   const report = await ask("TG.REPORT", "per-user", "ann", "COST", "9");
   assert.deepEqual(report.slice(0, 3), [0, 3, 0]);
   const denied = await ask("TG.ACQUIRE", "per-user", "ann");

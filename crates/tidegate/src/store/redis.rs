@@ -136,6 +136,8 @@ struct Shared {
     topology: Topology,
     publisher: Publisher,
     prefix: String,
+    /// Mark of the format in names of counts.
+    format_mark: String,
     clock: SystemClock,
     timeout: Duration,
     group_commit: bool,
@@ -269,8 +271,12 @@ impl RedisStore {
 impl Shared {
     fn redis_key(&self, charge: &Charge<'_>) -> String {
         let mut text = String::new();
-        write_redis_key(&mut text, &self.prefix, charge.key(), charge.policy());
+        self.write_key(&mut text, charge);
         text
+    }
+
+    fn write_key(&self, text: &mut String, charge: &Charge<'_>) {
+        write_redis_key(text, &self.prefix, charge.key(), &self.format_mark, charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
@@ -294,9 +300,7 @@ impl Shared {
         };
         let (slot, deadline, topology) =
             (Self::slot(first), started + self.timeout, self.topology.state());
-        let write_key = |text: &mut String, charge: &Charge<'_>| {
-            write_redis_key(text, &self.prefix, charge.key(), charge.policy());
-        };
+        let write_key = |text: &mut String, charge: &Charge<'_>| self.write_key(text, charge);
         let mut target = Target { node: topology.route(slot)?, delivery };
         let mut retries = None;
         loop {

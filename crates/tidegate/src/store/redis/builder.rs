@@ -7,6 +7,7 @@ use std::time::Duration;
 use redis::{ConnectionAddr, IntoConnectionInfo};
 use tokio::runtime::Handle;
 
+use super::count::{FORMAT, format_mark};
 use super::endpoint::{Address, ConnectionOptions};
 use super::heartbeat::CachedInstances;
 use super::publisher::Publisher;
@@ -55,6 +56,7 @@ pub struct Builder {
     pub(super) tls: Option<Tls>,
     pub(super) group_commit: bool,
     pub(super) cross_slot: bool,
+    format: u32,
     #[cfg(feature = "testing")]
     pub(super) driven_by: Option<crate::clock::ManualClock>,
 }
@@ -96,6 +98,7 @@ impl Builder {
             tls: None,
             group_commit: true,
             cross_slot: true,
+            format: FORMAT,
             #[cfg(feature = "testing")]
             driven_by: None,
         }
@@ -173,6 +176,15 @@ impl Builder {
         self
     }
 
+    /// Names counts like a release with this version of their forms. For tests of upgrades only.
+    #[cfg(feature = "testing")]
+    #[doc(hidden)]
+    #[must_use]
+    pub fn format(mut self, format: u32) -> Self {
+        self.format = format;
+        self
+    }
+
     /// Connects, and fails if no node can decide within two seconds. Use it where a service must
     /// not start without its store.
     ///
@@ -219,6 +231,7 @@ impl Builder {
                 timeout: self.timeout,
                 group_commit: self.group_commit,
                 cross_slot: self.cross_slot,
+                format_mark: format_mark(self.format),
                 instances: CachedInstances::default(),
                 call_sizes: BucketCounters::of_call_sizes(),
                 runtime: Handle::current(),

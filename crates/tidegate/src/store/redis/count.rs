@@ -1,7 +1,17 @@
-//! [`CountKind`]: the form in which Redis keeps a count.
+//! [`CountKind`]: the form in which Redis keeps a count, and the version of all forms.
 
 use crate::algorithm::{Algorithm, Encoding};
 use crate::quota::Quota;
+
+/// Version of the forms. A release that cannot read the values of the one before it, or that writes
+/// values which that one cannot read, has another version, and so other names of counts. During an
+/// upgrade each version then counts for itself, and a key is admitted at most twice its limit.
+pub(super) const FORMAT: u32 = 1;
+
+/// Returns the mark of a format in names of counts and instances. The first one has none.
+pub(super) fn format_mark(format: u32) -> String {
+    if format == 1 { String::new() } else { format!("v{format}") }
+}
 
 /// Form of a count in Redis. The discriminants are the kinds of decide.lua.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

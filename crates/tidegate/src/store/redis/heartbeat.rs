@@ -5,6 +5,7 @@
 //! of O(log N): the list is cached here with its version, and only read again when the version
 //! differs.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,11 @@ const MAX_SHORT_LIST: usize = 100;
 
 /// The list of live instances that was last read.
 #[derive(Debug, Default)]
-pub(super) struct CachedInstances(Mutex<Option<Arc<Listed>>>);
+pub(super) struct CachedInstances {
+    last: Mutex<Option<Arc<Listed>>>,
+    /// Whether an instance of another format was logged.
+    logged_format: AtomicBool,
+}
 
 #[derive(Debug)]
 struct Listed {
@@ -50,15 +55,18 @@ impl Shared {
     pub(super) async fn send_heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         let (script, key) = (Script::heartbeat(), self.internal_key("alive"));
         let version_key = format!("{key}:version");
-        let cached = self.instances.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let cached = self.instances.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let size = cached.as_ref().map_or(0, |cached| cached.instances.len());
         let now = Instant::now();
         let may_read = cached.as_ref().is_none_or(|cached| cached.may_be_read_again(now));
         let max_listed = if may_read { MAX_INSTANCES } else { 0 };
+        let mark = &self.format_mark;
+        let member =
+            if mark.is_empty() { instance.to_owned() } else { format!("{instance}%{mark}") };
         let token = format!("{:016x}{:016x}", random_u64(), random_u64());
         let command = || {
             let mut command = script.evalsha(2);
-            command.arg(&key).arg(&version_key).arg(instance);
+            command.arg(&key).arg(&version_key).arg(&member);
             command
                 .arg(silence_timeout(1))
                 .arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);
@@ -69,11 +77,13 @@ impl Shared {
         };
         let (version, listed) = self.call_script(script, &key, command, read_reply).await?;
         let mut instances = match listed {
-            Some(mut instances) => {
+            Some(members) => {
+                let mut instances: Vec<String> =
+                    members.into_iter().map(|member| self.without_mark(member)).collect();
                 instances.sort_unstable();
                 let listed =
                     Listed { version, instances: instances.clone(), read_at: Instant::now() };
-                *self.instances.0.lock().unwrap_or_else(PoisonError::into_inner) =
+                *self.instances.last.lock().unwrap_or_else(PoisonError::into_inner) =
                     Some(Arc::new(listed));
                 instances
             }
@@ -85,6 +95,30 @@ impl Shared {
         }
         Ok(instances)
     }
+
+    /// Returns the name of a listed instance. Logs an instance of another format, once.
+    fn without_mark(&self, member: String) -> String {
+        let (name, mark) = split_mark(&member);
+        if mark != self.format_mark && !self.instances.logged_format.swap(true, Ordering::Relaxed) {
+            let version = |mark: &str| mark.strip_prefix('v').unwrap_or("1").to_owned();
+            tracing::warn!(
+                prefix = self.prefix,
+                format = version(&self.format_mark),
+                other = version(mark),
+                "a release with another format of counts uses the same prefix: until all \
+                 instances are upgraded, each format counts for itself, and a key is admitted at \
+                 most twice its limit"
+            );
+        }
+        if mark.is_empty() { member } else { name.to_owned() }
+    }
+}
+
+/// Separates the name of an instance from its mark, and returns both.
+fn split_mark(member: &str) -> (&str, &str) {
+    let is_mark =
+        |mark: &str| mark.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok());
+    member.rsplit_once('%').filter(|(_, mark)| is_mark(mark)).unwrap_or((member, ""))
 }
 
 /// Microseconds without a heartbeat after which an instance is removed from a fleet of this size.
@@ -122,6 +156,15 @@ mod tests {
         assert!(may_read(100, 0));
         assert!(!may_read(1_000, 9_999));
         assert!(may_read(1_000, 10_000));
+    }
+
+    #[test]
+    fn a_name_is_separated_from_the_mark_of_its_format() {
+        assert_eq!(split_mark("api-1"), ("api-1", ""));
+        assert_eq!(split_mark("api-1%v2"), ("api-1", "v2"));
+        for name in ["api%1", "api%v", "%", "api%vx"] {
+            assert_eq!(split_mark(name), (name, ""));
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ const CHECK_TTL: u64 = 10_000;
 
 impl Shared {
     /// Opens the circuit of a node that lacks a permission or a command. Returns the error with
-    /// their names, which the server's error seldom has. Concurrent calls share one check.
+    /// their names, which the server's error rarely has. Concurrent calls share one check.
     pub(super) async fn on_not_permitted(
         self: &Arc<Self>,
         node: &Arc<NodeClient>,
