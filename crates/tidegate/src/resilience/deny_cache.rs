@@ -213,15 +213,15 @@ impl<S: SharedStore> DenyCacheCore<S> {
     fn on_answer(
         self: &Arc<Self>,
         query: Option<CacheQuery>,
-        change: Option<ChangeGuard<'_>>,
+        guard: Option<ChangeGuard<'_>>,
         charges: &[Charge<'_>],
         decisions: &[Decision],
     ) {
         let is_denied = decisions.iter().any(|decision| !decision.allowed)
             && decisions.iter().all(|decision| decision.source == Source::Store);
         let Some(query) = query.filter(|_| is_denied) else { return };
-        if let Some(change) = change {
-            change.cancel();
+        if let Some(guard) = guard {
+            guard.cancel();
         }
         let received = self.now().max(query.now);
         if let Some(denial) = Denial::new(query, received, charges, decisions) {
@@ -287,9 +287,9 @@ impl<S: SharedStore> Store for DenyCache<S> {
                 return Ok(decision);
             }
         }
-        let change = ChangeGuard::begin(&inner.versions, action, charges);
+        let guard = ChangeGuard::begin(&inner.versions, action, charges);
         let decision = inner.store.decide(action, charge).await?;
-        inner.on_answer(query, change, charges, std::slice::from_ref(&decision));
+        inner.on_answer(query, guard, charges, std::slice::from_ref(&decision));
         Ok(decision)
     }
 
@@ -309,9 +309,9 @@ impl<S: SharedStore> Store for DenyCache<S> {
                 return Ok(decisions);
             }
         }
-        let change = ChangeGuard::begin(&inner.versions, action, charges);
+        let guard = ChangeGuard::begin(&inner.versions, action, charges);
         let decisions = inner.store.decide_all(action, charges).await?;
-        inner.on_answer(query, change, charges, &decisions);
+        inner.on_answer(query, guard, charges, &decisions);
         Ok(decisions)
     }
 

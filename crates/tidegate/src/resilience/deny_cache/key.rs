@@ -46,7 +46,9 @@ impl HashSecret {
         let mut hasher = SipHasher13::new_with_keys(self.0[1], self.0[0]);
         for charge in charges {
             let RequestHash(words) = hash_charge(charge);
-            words.into_iter().for_each(|word| hasher.write_u64(word));
+            for word in words {
+                hasher.write_u64(word);
+            }
         }
         let hash = hasher.finish128();
         RequestHash([hash.h1, hash.h2])

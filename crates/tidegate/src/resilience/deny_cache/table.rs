@@ -189,7 +189,9 @@ fn evict_one(set: &mut Vec<Denial>, now: u64) {
     let first = set.iter().enumerate().min_by_key(|(_, denial)| (in_use(denial), denial.until));
     let Some(at) = first.map(|(at, _)| at) else { return };
     if in_use(&set.swap_remove(at)) {
-        set.iter_mut().for_each(|denial| denial.used = false);
+        for denial in set {
+            denial.used = false;
+        }
     }
 }
 
