@@ -88,7 +88,7 @@ fn outage_shows_in_status_and_history_until_the_store_recovers() {
 /// Checks that every light shows a failure of this kind, and that all recover.
 fn assert_failure_is_shown(service: &Service, kind: &str, reason: &str, repair: impl FnOnce()) {
     let errors = format!("tidegate_store_errors_total{{kind=\"{kind}\"}} ");
-    assert_eq!(metric(service, &errors), 0.0);
+    assert!(metric(service, &errors) < 0.5);
     service.wait_until("the circuit opens", |service| {
         let answer = service.acquire(&json!({"policy": "p", "key": "u"})).json();
         assert_eq!((&answer["allowed"], &answer["source"]), (&json!(false), &json!("deny")));
@@ -99,7 +99,7 @@ fn assert_failure_is_shown(service: &Service, kind: &str, reason: &str, repair: 
     let shown = status["nodes"][0]["last_error"].as_str().expect("a reason");
     assert!(shown.contains(reason), "{status}");
     assert!(metric(service, &errors) > 0.0);
-    assert_eq!(metric(service, "tidegate_store_up "), 0.0);
+    assert!(metric(service, "tidegate_store_up ") < 0.5);
     let readiness = service.admin("/readyz?require=store");
     assert_eq!(readiness.status, 503);
     assert!(readiness.json()["breaker_open"][0].as_str().is_some_and(|it| it.contains(reason)));

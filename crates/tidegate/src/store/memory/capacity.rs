@@ -61,6 +61,7 @@ impl Capacity {
     }
 
     /// Releases the room of a removed key.
+    #[expect(clippy::needless_pass_by_value, reason = "the same room must not be used twice")]
     pub(super) fn release(&self, removed: Removed) {
         self.keys.release(removed.class, 1);
         self.log_entries.release(removed.class, removed.log_entries);
@@ -168,6 +169,7 @@ impl<'a> Reservation<'a> {
 
     /// Adds the room of an evicted key to the reservation, as far as it lacks that kind. It does
     /// not become free in between: another policy could take it.
+    #[expect(clippy::needless_pass_by_value, reason = "the same room must not be used twice")]
     pub(super) fn reuse(&mut self, evicted: Removed, lack: Lack) {
         let Removed { class, log_entries } = evicted;
         let Capacity { keys: key_room, log_entries: log_room, .. } = self.capacity;

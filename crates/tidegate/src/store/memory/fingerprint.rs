@@ -69,7 +69,6 @@ impl Fingerprint {
 
     /// Returns the class of the policy.
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "ten bits")]
     pub(super) fn policy_class(self) -> PolicyClass {
         PolicyClass((self.low & CLASS_MASK) as usize)
     }
