@@ -12,8 +12,8 @@ use http::{Request, Response, StatusCode};
 use support::{Cluster, Redis, TEST_TIMEOUT, every_quota, packed};
 use tidegate::layer::RateLimitLayer;
 use tidegate::{
-    Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
-    Store, Timestamp,
+    Action, Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota,
+    RedisStore, Store, Timestamp,
 };
 use tower::{Layer as _, ServiceExt as _, service_fn};
 
@@ -125,6 +125,32 @@ async fn refund_of_a_full_log_makes_room_at_once() {
             assert_eq!(limiter.acquire(&charge).await.retry_after, 58 * SECOND);
         })
         .await;
+    }
+}
+
+/// A refund removes the newest request, so that the one before it is the newest again, with its mark
+/// of a limit that is no longer used up.
+#[tokio::test]
+async fn refunds_before_and_after_a_report_make_room() {
+    for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
+        let (redis, clock) = (Redis::start(), ManualClock::new());
+        let limiter = redis.driven_limiter(clock.clone()).await;
+        let (store, charge) = (limiter.store(), Charge::new("u", &quota));
+        let decide = async |action, charge: &Charge<'_>| {
+            store.decide(action, charge).await.expect("decided")
+        };
+        for _ in 0..3 {
+            assert!(decide(Action::Acquire, &charge).await.allowed);
+            clock.advance(SECOND);
+        }
+        let reported_at = clock.now();
+        let _ = decide(Action::Report, &charge).await;
+        clock.advance(SECOND);
+        assert_eq!(decide(Action::Refund, &charge).await.remaining, 0, "4 - 1 of 3");
+        let refund = charge.with_charged_at(reported_at);
+        assert_eq!(decide(Action::Refund, &refund).await.remaining, 1);
+        let decision = decide(Action::Acquire, &charge).await;
+        assert!(decision.allowed, "{quota:?}: {decision:?}");
     }
 }
 
