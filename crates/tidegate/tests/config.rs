@@ -57,7 +57,8 @@ fn errors_show_the_name_of_a_variable_and_not_its_value() {
     for field in ["window", "algorithm", "key", "missing_key"] {
         let usual =
             [("name", "p"), ("window", "60s")].into_iter().filter(|(name, _)| *name != field);
-        let usual: String = usual.map(|(name, value)| format!("{name}: {value}, ")).collect();
+        let usual: Vec<String> = usual.map(|(name, value)| format!("{name}: {value}, ")).collect();
+        let usual = usual.concat();
         let text =
             format!("policies:\n  - {{{usual}limit: 5, {field}: '${{CARGO_MANIFEST_DIR}} x'}}\n");
         let error = Policies::from_yaml("limits.yaml", &text).err();

@@ -166,6 +166,32 @@ async fn refund_without_a_charge_time_is_an_error() {
     }
 }
 
+/// A refund removes the newest request, so that the one before it is the newest again, with its mark
+/// of a limit that is no longer used up.
+#[tokio::test]
+async fn refunds_before_and_after_a_report_make_room() {
+    for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
+        let (redis, clock) = (Redis::start(), ManualClock::new());
+        let limiter = redis.driven_limiter(clock.clone()).await;
+        let (store, charge) = (limiter.store(), Charge::new("u", &quota));
+        let decide = async |action, charge: &Charge<'_>| {
+            store.decide(action, charge).await.expect("decided")
+        };
+        for _ in 0..3 {
+            assert!(decide(Action::Acquire, &charge).await.allowed);
+            clock.advance(SECOND);
+        }
+        let reported_at = clock.now();
+        let _ = decide(Action::Report, &charge).await;
+        clock.advance(SECOND);
+        assert_eq!(decide(Action::Refund, &charge).await.remaining, 0, "4 - 1 of 3");
+        let refund = charge.with_charged_at(reported_at);
+        assert_eq!(decide(Action::Refund, &refund).await.remaining, 1);
+        let decision = decide(Action::Acquire, &charge).await;
+        assert!(decision.allowed, "{quota:?}: {decision:?}");
+    }
+}
+
 #[tokio::test]
 async fn refund_of_an_earlier_window_returns_nothing() {
     let quota = Quota::fixed_window(10, MINUTE).expect("valid");

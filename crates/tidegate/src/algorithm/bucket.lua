@@ -26,7 +26,8 @@ for i = from, to do
       tag, level, part, stored_time, lives_until, stored_window = unpack_struct('<Bddddd', text)
     end
     if tag ~= 98 or stored_window ~= window
-      or not (level <= option and part < window and stored_time <= now) then
+      or not (level >= 0 and level <= option and part >= 0 and part < window
+        and stored_time <= now and level % 1 + part % 1 + stored_time % 1 == 0) then
       rare = i
       break
     end
@@ -172,7 +173,7 @@ local bucket = {
   end,
 
   -- Returns the cost minus the units that have drained since the charge.
-  refund = function(key, state, quota, cost, since)
+  refund = function(state, quota, cost, since)
     local age = since == 0 and 0 or math.max(0, state.time - since)
     local drained, parts = mul_div_rem(age, quota.limit, quota.window)
     local units = cost - drained

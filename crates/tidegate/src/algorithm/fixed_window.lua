@@ -20,7 +20,12 @@ for i = from, to do
     if #text == 25 then
       tag, stored_units, stored_start, stored_window = unpack_struct('<Bddd', text)
     end
-    if tag ~= 119 or not (stored_units >= 0 and stored_start <= now) then rare = i break end
+    -- Neither a fraction nor NaN.
+    if tag ~= 119 or not (stored_units >= 0 and stored_start <= now
+      and stored_units % 1 + stored_start % 1 == 0) then
+      rare = i
+      break
+    end
     if stored_start + window > now then
       if stored_window ~= window then rare = i break end
       units, start, is_new = stored_units, stored_start, false
@@ -112,7 +117,7 @@ algorithms[5] = {
   end,
 
   -- Returns the units, unless the charge was made in an earlier window.
-  refund = function(key, state, quota, cost, since)
+  refund = function(state, quota, cost, since)
     if since == 0 or since >= state.start then state.count = math.max(0, state.count - cost) end
   end,
 

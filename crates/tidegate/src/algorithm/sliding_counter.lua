@@ -10,10 +10,11 @@
 --   ->   window 1700000000000000+60s, current 7, previous 93
 
 local is_hash, begins, expires, total_text = kind == 3, now - now % window, nil, nil
+local sub = string.sub
 -- The header of a hash continues with the length as text. `known`: a field `window` of this length
 -- that was read before, and its start: mostly it is the same for all keys.
 local suffix, known, known_start = nil, nil, nil
-if is_hash then suffix = '+' .. string.sub(argv[run], 81) end
+if is_hash then suffix = '+' .. sub(header, 81) end
 for i = from, to do
   local key = keys[i]
   local start, current, previous, is_new, found = begins, 0, 0, true, nil
@@ -23,8 +24,8 @@ for i = from, to do
     found = fields[1] or fields.err
     if found then
       if found ~= known then
-        if string.sub(found, 17) ~= suffix then rare = i break end
-        known, known_start = found, string.sub(found, 1, 16) + 0
+        if sub(found, 17) ~= suffix then rare = i break end
+        known, known_start = found, sub(found, 1, 16) + 0
       end
       stored_start, stored_window = known_start, window
       stored_current, stored_previous = (fields[2] or -1) + 0, fields[3] or -1
@@ -41,7 +42,12 @@ for i = from, to do
     end
   end
   if found then
-    if not (stored_start <= now and stored_current >= 0) then rare = i break end
+    -- Neither a fraction, nor NaN, nor too large for a reply.
+    if not (stored_start <= now and stored_current >= 0 and stored_current <= 1e13
+      and stored_start % 1 + stored_current % 1 == 0) then
+      rare = i
+      break
+    end
     if stored_start + window > now then
       if stored_window ~= window then rare = i break end
       start, current, previous, is_new = stored_start, stored_current, stored_previous, false
@@ -53,7 +59,10 @@ for i = from, to do
   if remaining > 0 then
     previous = previous + 0 -- a text in a hash, which is converted only here
     local product = previous * (window - elapsed)
-    if not (previous >= 0 and product < 4503599627370496) then rare = i break end
+    if not (previous >= 0 and previous % 1 == 0 and product < 4503599627370496) then
+      rare = i
+      break
+    end
     remaining = remaining - (product - product % window) / window
   end
   if remaining < 0 then remaining = 0 end
@@ -195,7 +204,7 @@ local function sliding_counter(read_numbers, write_numbers)
       state.current = state.current + cost
     end,
 
-    refund = function(key, state, quota, cost, since)
+    refund = function(state, quota, cost, since)
       if since == 0 then
         local from_previous = math.min(cost, state.previous)
         state.previous = state.previous - from_previous

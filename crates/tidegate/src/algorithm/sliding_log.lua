@@ -17,7 +17,7 @@
 --        1700000009000000:1000140:60s|100|00000000 1700000009000000
 --
 -- A write removes the members that have left the window: all at once if no other is left, else at
--- most a thousand per call, so that no call takes long. The set expires when a request would leave
+-- most 250 per call, so that no call takes long. The set expires when a request would leave
 -- the window that comes at the end of the current eighth of a window. So only the first write in
 -- each eighth sets the expiry.
 
@@ -33,7 +33,7 @@ if is_text then
   eighth_start = string.format('%016.0f', eighth_start)
 end
 -- The header continues with the window as text.
-local suffix = ':' .. sub(argv[run], 81)
+local suffix = ':' .. sub(header, 81)
 local now_text, edge_text, next_digits, expires, full_suffix, digits_from
 for i = from, to do
   local key = keys[i]
@@ -60,7 +60,8 @@ for i = from, to do
     is_old = newest_at < eighth_start
     if is_full then
       local digits = sub(tail, #full_suffix + 1)
-      first_time = newest_time - (newest_time - digits) % 10 ^ #digits
+      local modulus = #digits == 8 and 100000000 or 10 ^ #digits
+      first_time = newest_time - (newest_time - digits) % modulus
     end
     if is_full and first_time > edge then
       units = limit
@@ -79,6 +80,7 @@ for i = from, to do
         first_time = not is_text and sub(first, 1, 16) + 0
         if (first_time or first) >= after_edge then
           units = (sub(newest, 18, 24) - sub(first, 18, 24) + own) % 9000000
+          if units % 1 ~= 0 then rare = i break end
         elseif gone == 0 then
           gone, rank = 1, '1'
         else
@@ -128,7 +130,7 @@ for i = from, to do
       if gone == 1 then
         call('ZREMRANGEBYRANK', key, '0', '0')
       elseif gone > 1 then
-        if gone > removals then gone = removals > 16 and removals or 16 end
+        if gone > removals then gone = removals > 4 and removals or 4 end
         removals = removals - gone
         call('ZREMRANGEBYRANK', key, '0', gone - 1)
       end
@@ -148,6 +150,11 @@ for i = from, to do
     -- The first member leaves room. Otherwise general.lua searches for the one that does.
     local retry_after = (first_time or sub(first, 1, 16)) + window - now
     local reset_after = (newest_time or sub(newest, 1, 16)) + window - now
+    if not (retry_after > 0 and retry_after % 1 == 0 and reset_after >= retry_after
+      and reset_after <= window) then
+      rare = i
+      break
+    end
     if is_single then
       return pack('<ddddd', server_time, 0, remaining, retry_after, reset_after)
     end
@@ -164,23 +171,27 @@ end
 local TOTAL_BASE, TOTAL_MODULUS = 1e6, 9e6 -- of the running totals; units are at most 10^6
 -- One write per this many units removes members that have left the window.
 local CLEANUP_INTERVAL = 5
--- The maximum numbers of members that a refund rewrites on the shorter side, and removes.
-local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
--- The maximum number of members that are removed after the clock stepped back. If there are more,
--- all members are replaced by one.
-local MAX_COLLAPSED = 2000
+-- The maximum numbers of members that a refund rewrites, and removes.
+local MAX_REWRITTEN, MAX_REMOVED = 128, 500
 
-local function member(time, total, cost, quota)
-  local text = string.format('%016.0f:%.0f:', time, TOTAL_BASE + total) .. as_text(quota.window)
+-- Returns a time as the first part of a member, and as a score.
+local function digits(time)
+  return string.format('%016.0f', time)
+end
+
+local function member(time_text, total, cost, window_text)
+  local text = time_text .. ':' .. whole(TOTAL_BASE + total) .. ':' .. window_text
   return cost == 1 and text or text .. ':' .. whole(cost)
 end
 
--- Returns the running total before and after a member, and its time; nothing if it is not ours.
+-- Returns the running total before and after a member, its time and its window; nothing if it is
+-- not ours.
 local function totals(text)
-  local time, total, cost = string.match(text or '', '^(%d+):(%d+):%w+:?(%d*)[|%d]*$')
-  if not time or #time ~= 16 or #total ~= 7 then return nil end
+  local time, total, window, cost =
+    string.match(text or '', '^(%d+):(%d+):(%w+):?(%d*)[|%d]*$')
+  if not time or #time ~= 16 or #total ~= 7 or #cost > 13 then return nil end
   total = (total - TOTAL_BASE) % TOTAL_MODULUS
-  return (total - (tonumber(cost) or 1)) % TOTAL_MODULUS, total, tonumber(time)
+  return (total - (tonumber(cost) or 1)) % TOTAL_MODULUS, total, tonumber(time), window
 end
 
 -- Returns the time until which a log with this newest member lives.
@@ -189,12 +200,16 @@ local function lives_until(newest, quota)
   return newest - newest % eighth + eighth + quota.window
 end
 
+local function member_at(key, rank)
+  return call('ZRANGE', key, rank, rank)[1]
+end
+
 -- Returns the lowest rank from `low` to `high` at which the total exceeds `base` by `units` or
 -- more. At `high` it must.
 local function rank_reaching(key, low, high, base, units)
   while low < high do
     local middle = floor((low + high) / 2)
-    local _, total = totals(call('ZRANGE', key, middle, middle)[1])
+    local _, total = totals(member_at(key, middle))
     if total and (total - base) % TOTAL_MODULUS < units then low = middle + 1 else high = middle end
   end
   return low
@@ -206,78 +221,82 @@ local function edge_of(state, quota)
   return whole((state.stepped_back and state.newest or now) - quota.window)
 end
 
--- Replaces members of the future by one member at now, after the clock stepped back.
-local function collapse_future(key, state, quota)
-  local edge, after = edge_of(state, quota), '(' .. whole(now)
-  if call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf') > MAX_COLLAPSED then
+-- Replaces members of the future by one member at now, after the clock stepped back. If there are
+-- too many for this call, it replaces all members. The units stay the same.
+local function collapse_future(state, quota)
+  local key, edge, after = state.key, edge_of(state, quota), '(' .. whole(now)
+  local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
+  local removed = call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf')
+  local units = state.units
+  if not before or removed > removals then
     call('UNLINK', key)
-    call('ZADD', key, now, member(now, state.total, state.units, quota))
   else
     call('ZREMRANGEBYSCORE', key, '-inf', edge)
-    local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
     call('ZREMRANGEBYSCORE', key, after, '+inf')
-    call('ZADD', key, now, member(now, state.total, (state.total - before) % TOTAL_MODULUS, quota))
+    removals, units = removals - removed, (state.total - before) % TOTAL_MODULUS
   end
+  state.member = member(digits(now), state.total, units, as_text(quota.window))
+  call('ZADD', key, now, state.member)
+  call('PEXPIREAT', key, expiry(lives_until(now, quota)))
   state.newest, state.stepped_back = now, false
 end
 
--- Removes the mark of a used up limit from the newest member, because a refund makes it wrong.
-local function forget_full(key)
-  local newest = call('ZRANGE', key, '-1', '-1')[1]
-  local plain = string.match(newest, '^(.*)|%d+|%d+$')
-  if plain then
-    -- Add before removing: a Redis that is out of memory rejects the ZADD but accepts the ZREM.
-    call('ZADD', key, sub(plain, 1, 16), plain)
-    call('ZREM', key, newest)
+-- Plans to replace a member by this text of the same time, or by none.
+local function replace_member(state, entry, text)
+  if text == entry then return end
+  if text then
+    local added = state.added
+    added[#added + 1], added[#added + 2] = sub(text, 1, 16), text
   end
+  state.dropped[entry] = true
+  if entry == state.member then state.member = text end
 end
 
--- Removes units from the first member in the window on, which has the rank `from`.
-local function remove_oldest(key, state, quota, from, removed)
+-- Plans to remove units from the first member in the window on, which has the rank `from`.
+local function remove_oldest(state, from, removed)
   local base = (state.total - state.units) % TOTAL_MODULUS
-  local last = rank_reaching(key, from, from + removed - 1, base, removed)
-  if last - from >= MAX_REMOVED then last = from + MAX_REMOVED - 1 end
-  local entry = call('ZRANGE', key, last, last)[1]
-  local _, total, time = totals(entry)
+  local last = rank_reaching(state.key, from, from + removed - 1, base, removed)
+  last = math.min(last, from + MAX_REMOVED - 1)
+  local entry = member_at(state.key, last)
+  local _, total, _, window = totals(entry)
   local left = (total - base) % TOTAL_MODULUS - removed
   if left > 0 then
-    call('ZADD', key, time, member(time, total, left, quota)) -- before the ZREM, as above
-    call('ZREM', key, entry)
+    replace_member(state, entry, member(sub(entry, 1, 16), total, left, window))
   else
     last, removed = last + 1, removed + left
   end
-  if last > from then call('ZREMRANGEBYRANK', key, from, last - 1) end
+  state.removed_from, state.removed_to = from, last - 1
   state.units = state.units - removed
+  reserve((last - from) / 4)
 end
 
--- Rewrites the members of these ranks with totals increased by `shift`, and drops the first
--- `removed` units.
-local function rewrite(key, quota, from, to, shift, removed)
-  local entries = call('ZRANGE', key, from, to)
-  local added, gone, kept = {}, {}, {}
-  for i = 1, #entries do
-    local before, total, time = totals(entries[i])
-    local cost = (total - before) % TOTAL_MODULUS
-    local skipped = math.min(cost, removed)
-    removed = removed - skipped
-    if cost > skipped then
-      local text = member(time, (total + shift) % TOTAL_MODULUS, cost - skipped, quota)
-      added[#added + 1], added[#added + 2] = time, text
-      kept[text] = true
+-- Plans to remove units from the rank `start` on, and to change the totals of the members before
+-- and after it: those of the ranks `from` to `to` are rewritten.
+local function cut_out(state, from, start, to, removed, older_shift, newer_shift)
+  local entries = call('ZRANGE', state.key, from, to)
+  reserve(2 * #entries)
+  local left = removed
+  for i, entry in ipairs(entries) do
+    local before, total, _, window = totals(entry)
+    local cost, shift, text = (total - before) % TOTAL_MODULUS, older_shift, nil
+    if from + i > start then
+      local skipped = math.min(cost, left)
+      left, cost, shift = left - skipped, cost - skipped, newer_shift
     end
+    if cost > 0 then
+      text = member(sub(entry, 1, 16), (total + shift) % TOTAL_MODULUS, cost, window)
+    end
+    replace_member(state, entry, text)
   end
-  if #added > 0 then call('ZADD', key, unpack(added)) end
-  for i = 1, #entries do
-    if not kept[entries[i]] then gone[#gone + 1] = entries[i] end
-  end
-  if #gone > 0 then call('ZREM', key, unpack(gone)) end
+  state.total, state.units = (state.total + newer_shift) % TOTAL_MODULUS, state.units - removed
 end
 
 algorithms[1] = {
   supports_count_denied = true,
 
-  -- total: running total of the newest member; units: units in the window; spent: units that save()
-  -- has to write.
+  -- member, total, newest: text, running total and time of the newest member; units: units in the
+  -- window; spent: units that save() has to write. A refund plans its changes: `added` are scores
+  -- and members, `dropped` members, and removed_from to removed_to ranks.
   load = function(key, quota)
     local state = {key = key, total = 0, units = 0, newest = 0, spent = 0}
     local newest = read('ZRANGE', key, '-1', '-1')
@@ -294,7 +313,7 @@ algorithms[1] = {
       if not before then return state end
       state.oldest, state.units = oldest, (total - before) % TOTAL_MODULUS
     end
-    state.total, state.newest, state.is_stale = total, time, true
+    state.member, state.total, state.newest, state.is_stale = newest[1], total, time, true
     state.stepped_back = time > now
     return state
   end,
@@ -320,7 +339,7 @@ algorithms[1] = {
     if (oldest_total - base) % TOTAL_MODULUS < must_leave then
       local first = call('ZCOUNT', state.key, '-inf', edge_of(state, quota))
       local rank = rank_reaching(state.key, first + 1, first + must_leave - 1, base, must_leave)
-      _, _, leaves = totals(call('ZRANGE', state.key, rank, rank)[1])
+      _, _, leaves = totals(member_at(state.key, rank))
     end
     return math.min(leaves or now, now) + quota.window - now
   end,
@@ -339,36 +358,40 @@ algorithms[1] = {
     state.units = state.units + cost
   end,
 
-  refund = function(key, state, quota, cost, since)
-    if state.stepped_back then collapse_future(key, state, quota) end
-    forget_full(key)
-    local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
-    if since == 0 then
-      return remove_oldest(key, state, quota, first, math.min(cost, state.units))
+  refund = function(state, quota, cost, since)
+    if since > 0 and since + quota.window <= now then return end
+    if state.stepped_back then collapse_future(state, quota) end
+    state.added, state.dropped = {}, {}
+    local key, units = state.key, state.units
+    local first, from, before = call('ZCOUNT', key, '-inf', edge_of(state, quota)), 0, 0
+    if since > 0 then
+      from = call('ZCOUNT', key, '-inf', '(' .. whole(since))
+      local entry = member_at(key, from)
+      if not entry then return end
+      if from > first then before = (totals(entry) - state.total + units) % TOTAL_MODULUS end
     end
-    if since + quota.window <= now then return end
-    local from, count = call('ZCOUNT', key, '-inf', '(' .. whole(since)), call('ZCARD', key)
-    if from >= count then return end
-    local base = (state.total - state.units) % TOTAL_MODULUS
-    local before = (totals(call('ZRANGE', key, from, from)[1]) - base) % TOTAL_MODULUS
-    local removed = math.min(cost, state.units - before)
-    if from <= first then return remove_oldest(key, state, quota, first, removed) end
-    local high = math.min(count - 1, from + removed - 1)
-    local last = rank_reaching(key, from, high, base, before + removed)
-    if last - from < MAX_REWRITTEN and count - last <= MAX_REWRITTEN then
-      rewrite(key, quota, from, count - 1, -removed, removed)
-      state.total = (state.total - removed) % TOTAL_MODULUS
-    elseif last - from < MAX_REWRITTEN and from - first <= MAX_REWRITTEN then
-      -- Cut the units out, then increase the totals of the older members.
-      rewrite(key, quota, from, last, 0, removed)
-      rewrite(key, quota, first, from - 1, removed, 0)
+    local removed = math.min(cost, units - before)
+    if removed <= 0 then return end
+    if from <= first then
+      remove_oldest(state, first, removed)
     else
-      -- Too many members on both sides: remove older units instead.
-      return remove_oldest(key, state, quota, first, removed)
+      local base, newer = (state.total - units) % TOTAL_MODULUS, call('ZCARD', key) - from
+      local high = math.min(from + newer, from + removed) - 1
+      local last = rank_reaching(key, from, high, base, before + removed)
+      if newer <= MAX_REWRITTEN then
+        cut_out(state, from, from, from + newer - 1, removed, 0, -removed)
+      elseif last - first < MAX_REWRITTEN then
+        cut_out(state, first, from, last, removed, removed, 0)
+      else
+        -- Too many members on both sides: remove older units instead.
+        remove_oldest(state, first, removed)
+      end
     end
-    state.units = state.units - removed
-    local _, _, newest = totals(call('ZRANGE', key, -1, -1)[1])
-    state.newest = newest or state.newest
+    -- The mark of a used up limit is wrong now. Only that of the newest member is ever read.
+    state.member = state.member or member_at(key, from - 1)
+    replace_member(state, state.member, string.match(state.member, '^[^|]*'))
+    local _, _, newest = totals(state.member)
+    state.newest = newest
   end,
 
   is_empty = function(state)
@@ -378,8 +401,19 @@ algorithms[1] = {
   save = function(key, state, quota)
     if state.stepped_back then
       state.units = state.units - state.spent
-      collapse_future(key, state, quota)
+      collapse_future(state, quota)
       state.units = state.units + state.spent
+    end
+    if state.added then
+      -- Add before removing: a Redis that is out of memory rejects the ZADD but accepts the ZREM.
+      local dropped = {}
+      for i = 2, #state.added, 2 do state.dropped[state.added[i]] = nil end
+      for entry in pairs(state.dropped) do dropped[#dropped + 1] = entry end
+      if #state.added > 0 then call('ZADD', key, unpack(state.added)) end
+      if #dropped > 0 then call('ZREM', key, unpack(dropped)) end
+      if state.removed_from and state.removed_to >= state.removed_from then
+        call('ZREMRANGEBYRANK', key, state.removed_from, state.removed_to)
+      end
     end
     local total, spent = state.total, state.spent
     if spent > 0 then
@@ -392,13 +426,13 @@ algorithms[1] = {
         cost = (state.total - totals(first)) % TOTAL_MODULUS
         call('ZREMRANGEBYSCORE', key, at, at)
       end
-      call('ZADD', key, now, member(now, state.total, cost, quota))
+      call('ZADD', key, now, member(digits(now), state.total, cost, as_text(quota.window)))
       state.newest = now
     end
     if spent == 0 or total % CLEANUP_INTERVAL + spent >= CLEANUP_INTERVAL then
       local gone = call('ZCOUNT', key, '-inf', edge_of(state, quota))
       if gone > 0 then
-        gone = math.min(gone, math.max(removals, 16))
+        gone = math.min(gone, math.max(removals, 4))
         removals = removals - gone
         call('ZREMRANGEBYRANK', key, 0, gone - 1)
       end
@@ -410,10 +444,11 @@ algorithms[1] = {
       local base = (state.total - state.units) % TOTAL_MODULUS
       local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
       local rank = rank_reaching(key, first, first + surplus, base, surplus + 1)
-      local entry = call('ZRANGE', key, rank, rank)[1]
-      local before, last, time = totals(entry)
-      if (before - base) % TOTAL_MODULUS < surplus then
-        call('ZADD', key, time, member(time, last, (last - base) % TOTAL_MODULUS - surplus, quota))
+      local entry = member_at(key, rank)
+      local before, last, _, window = totals(entry)
+      if before and (before - base) % TOTAL_MODULUS < surplus then
+        local at, left = sub(entry, 1, 16), (last - base) % TOTAL_MODULUS - surplus
+        call('ZADD', key, at, member(at, last, left, window))
         call('ZREM', key, entry)
       end
       if rank > 0 then call('ZREMRANGEBYRANK', key, 0, math.min(rank, MAX_REMOVED) - 1) end

@@ -40,7 +40,7 @@ for i = from, to do
     if stored_mark ~= mark or held % 1 > 0 then rare = i break end
     newest = unpack_struct(time_format, text, #text - width + 1)
     newest = oldest + (newest - oldest) % modulus
-    if not (newest <= now) then rare = i break end
+    if not (newest <= now and newest % 1 == 0) then rare = i break end
     -- A request is in the window if its age, relative to the newest, is less than this.
     local max_age = newest + window - now
     if max_age <= 0 then
@@ -106,6 +106,7 @@ for i = from, to do
     if must_leave <= units then
       local time = unpack_struct(time_format, text, 19 + (live + must_leave - 1) * width)
       retry_after = newest - (newest - time) % modulus + window - now
+      if retry_after <= 0 then rare = i break end -- the times are not in order
     end
     if is_single then
       return pack('<ddddd', server_time, 0, remaining, retry_after, reset_after)
@@ -224,6 +225,7 @@ local function set_text(log, start, text)
     local size = bytes_between(log, start, start + CHUNK)
     log.chunks[start] = sub(text, 1, size)
     log.changed[start] = true
+    work = work + 4
     text, start = sub(text, size + 1), start + CHUNK
   end
   log.open, log.open_start = text, start
@@ -251,6 +253,7 @@ local function set_width_of_times(log, width)
   set_width(other, width)
   local parts, requests = {}, log.count - log.first
   local narrow = math.max(0, log.narrow - log.first)
+  work = work + math.min(requests, MAX_COPIED) / 8
   if requests <= MAX_COPIED then
     for index = log.first, log.count - 1 do
       local units = index >= log.narrow and units_at(log, index)
@@ -307,7 +310,7 @@ local function read_log(key, quota)
     local _, units
     _, _, log.narrow, log.count, log.first, log.base, units, log.newest, log.lives_until,
       log.oldest_chunk = unpack_struct(HEADER, head)
-    local is_ours = is_time(units) and log.first <= log.count
+    local is_ours = is_time(units) and log.first <= log.count and log.narrow <= log.count
     local fields = {'narrow', 'count', 'first', 'base', 'newest', 'lives_until', 'oldest_chunk'}
     for _, field in ipairs(fields) do
       is_ours = is_ours and is_time(log[field])
@@ -386,7 +389,7 @@ algorithms[2] = {
   end,
 
   -- Cuts a request out if that moves few others, or else removes older units.
-  refund = function(key, log, quota, cost, since)
+  refund = function(log, quota, cost, since)
     if since == 0 then return remove_oldest(log, math.min(cost, log.units)) end
     if since + quota.window <= now or since > now or log.newest < since then return end
     local first = search(log.live, log.count - 1, function(i) return time_at(log, i) >= since end)
@@ -466,7 +469,8 @@ algorithms[2] = {
     end
 
     local lives_until = log.lives_until
-    if lives_until < log.newest + quota.window then
+    -- No window is longer than 3.2e13 microseconds.
+    if lives_until < log.newest + quota.window or lives_until > log.newest + 1e14 then
       lives_until = log.newest + quota.window + floor(quota.window / 8)
     end
     local has_no_totals = log.narrow == log.count

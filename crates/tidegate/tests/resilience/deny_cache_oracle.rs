@@ -255,7 +255,7 @@ fn charges<'a>(quota: &'a Quota, costs: &[u64; 3]) -> Vec<Charge<'a>> {
 /// Runs random sequences with a check, and returns the number of cache hits.
 fn run(
     action: impl Strategy<Value = Action> + Clone + 'static,
-    check: impl AsyncFn(usize, u64, &[Step]) -> u64,
+    check: &impl AsyncFn(usize, u64, &[Step]) -> u64,
 ) -> u64 {
     let cases = (0..5_usize, 1..7_u64, proptest::collection::vec(step(action), 1..120));
     let hits = AtomicU64::new(0);
@@ -275,7 +275,7 @@ fn every_field_of_every_answer_is_that_of_the_oracle() {
         12 => Just(Action::Acquire), 4 => Just(Action::Peek), 2 => Just(Action::Refund),
         1 => Just(Action::Reset), 1 => Just(Action::ChargeUpTo), 1 => Just(Action::Report),
     ];
-    let hits = run(action, async |kind, limit, steps| {
+    let hits = run(action, &async |kind, limit, steps| {
         let (mut beside, quotas) = (Beside::new(), quotas(kind, limit));
         for step in steps {
             let _ = match step {
@@ -304,7 +304,7 @@ fn charges_of_another_instance_only_make_waits_too_short() {
     let action = prop_oneof![
         6 => Just(Action::Acquire), 2 => Just(Action::Peek), 1 => Just(Action::Report),
     ];
-    let hits = run(action, async |kind, limit, steps| {
+    let hits = run(action, &async |kind, limit, steps| {
         let (mut beside, quotas) = (Beside::instances(2), quotas(kind, limit));
         for step in steps {
             match step {

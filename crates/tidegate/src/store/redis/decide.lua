@@ -31,6 +31,9 @@
 --        for a reset just 1
 --        A request that fails has instead: -1, the length of the error's text, and the text. If it
 --        is the only request, an error that does not concern its key, such as OOM, is the reply.
+--        The text is that of Redis, or "damaged value: …" if the script cannot compute with what
+--        is stored. LATER means that the call has done enough, and nothing for this request: send it
+--        again.
 --
 -- For example, one unit of 100 per minute for one key:
 --   EVALSHA <sha> 1 rate_limit:{user123}:per-user <the header
@@ -45,6 +48,8 @@
 --
 -- A straight line leaves products from 2^52 on to general.lua, because they may not be exact; see
 -- arithmetic.lua. As text a number needs string.format, because `..` keeps only 14 digits.
+--
+-- A stored value may hold anything. A straight line checks what it computes with, before it writes.
 
 local keys, argv, try, pack, unpack_struct =
   KEYS, ARGV, redis.pcall, struct.pack, struct.unpack
@@ -67,8 +72,8 @@ if argv[runs + 1] then
 end
 
 -- Remaining budget of this call for the removal of expired members of sorted sets, each of which
--- takes about 0.2 microseconds.
-local removals = 1000
+-- takes up to a microsecond. Beyond it, each write removes four: more than it adds.
+local removals = 250
 -- The current run, its next key and its last; functions of general.lua, once they are created, and
 -- the error that they found.
 local run, from, to, decide_rare, decide_group, failure = 1, 1, count, nil, nil, nil
@@ -77,11 +82,36 @@ while true do
   local rare, spends = nil, times > 0
   if not spends then times = 1 end
   local total = cost * times
-  if kind == 1 then
-    --ordinary sliding_log
+  if kind == 1 or kind == 3 then
+    -- The numbers of readable counts are text, and to check all digits costs more than an error
+    -- that is raised. The function returns `rare` or the reply of a single key, and the rest of the
+    -- budget. All that it uses is a parameter: a variable of the script would be moved to the heap.
+    local done, found, left = pcall(function(keys, header, from, to, kind, limit, window, total,
+      cost, times, spends, now, time, clock, server_time, expiry_shift, is_single, reply, replied,
+      removals, try, pack)
+      local rare, unpack_struct
+      if kind == 1 then
+        --ordinary sliding_log
+      else
+        --ordinary sliding_counter
+      end
+      return rare, removals
+    end, keys, argv[run], from, to, kind, limit, window, total, cost, times, spends, now, time,
+      clock, server_time, expiry_shift, is_single, reply, replied, removals, try, pack)
+    if not done then
+      -- An error of a command is one of the call, because something may be written.
+      if type(found) == 'table' or string.sub(found, 1, 1) == '@' then error(found, 0) end
+      rare = is_single and from or from + #reply - replied
+    elseif is_single and found ~= from then
+      return found
+    else
+      rare, removals = found, left
+    end
+    if not is_single then replied = #reply end
   elseif kind == 2 then
     --ordinary sliding_log_packed
-  elseif kind == 3 or kind == 4 then
+  elseif kind == 4 then
+    local header
     --ordinary sliding_counter
   elseif kind == 5 then
     --ordinary fixed_window
@@ -94,7 +124,7 @@ while true do
   if rare then
     if not decide_rare then
       reply = reply or {pack('<d', server_time)}
-      local call, sub, floor = redis.call, string.sub, math.floor
+      local sub, floor = string.sub, math.floor
       --general
     end
     if kind == 0 then

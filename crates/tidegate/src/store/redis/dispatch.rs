@@ -19,7 +19,7 @@ use super::error::{
     item_error, refuses_undeclared, with_address,
 };
 use super::node::NodeClient;
-use super::requests::{ItemReply, OrderedItem};
+use super::requests::{ItemReply, LATER, OrderedItem};
 use super::script::{KeyMode, Script};
 use super::step::{Delivery, NextStep};
 use crate::resilience::circuit::failure;
@@ -264,6 +264,9 @@ impl Round<'_> {
 
     fn item_result(&self, item: usize, reply: ItemReply, mode: KeyMode) -> ItemResult {
         let ItemReply::Error(reason) = &reply else { return Ok(reply) };
+        if reason == LATER {
+            return Err(NextStep::SendAgain);
+        }
         let reason = with_address(self.node.address(), reason);
         if is_readonly(&reason) {
             let error = AttemptError::Server(ServerError::NotWritable(reason));

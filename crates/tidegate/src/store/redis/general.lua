@@ -5,6 +5,24 @@
 
 --arithmetic
 
+-- What this part has done in this call, in commands and as many for what takes as long, so that no
+-- call takes long: after MAX_WORK, further requests are answered with LATER. `before_request` is
+-- the work before the current request: the first one always runs.
+local MAX_WORK = 128
+local work, before_request = 0, 0
+local LATER = {err = 'LATER'}
+
+local function call(...)
+  work = work + 1
+  return redis.call(...)
+end
+
+-- Adds work that follows, or leaves this request to a later call. Nothing must be written before.
+local function reserve(additional)
+  if before_request > 0 and work + additional > MAX_WORK then error(LATER) end
+  work = work + additional
+end
+
 -- Returns the argument of PEXPIREAT for a key that counts until this microsecond: the millisecond
 -- after it, because PEXPIREAT with the current millisecond deletes the key at once.
 local function expiry(micros)
@@ -14,6 +32,7 @@ end
 -- Reads a key. Returns nil if it has another type: a value that is not ours counts as none, and is
 -- overwritten.
 local function read(...)
+  work = work + 1
   local found = try(...)
   if type(found) == 'table' and found.err then
     if found.err:find('WRONGTYPE', 1, true) then return nil end
@@ -150,9 +169,18 @@ local function keep_alive(key, state, quota)
   if state.is_stale then extend(key, expiry(quota.algorithm.counts_until(state, quota))) end
 end
 
-local function answer(...)
+local function add_reply(...)
   replied = replied + 1
   reply[replied] = pack('<' .. string.rep('d', select('#', ...)), ...)
+end
+
+-- Adds numbers to the reply. A request writes only when its reply is complete, so that one whose
+-- stored value leads to wrong numbers has written nothing.
+local function answer(...)
+  for i = 1, select('#', ...) do
+    if not is_time(select(i, ...)) then error('it leads to a wrong number') end
+  end
+  add_reply(...)
 end
 
 -- Decides equal acquires with one read and one write: grants as many as fit. Or decides a peek.
@@ -163,17 +191,16 @@ local function grant(key, quota, cost, times, spends)
   local granted = math.min(times, floor(remaining / cost))
   answer(granted, remaining)
   if algorithm.snapshot then answer(algorithm.snapshot(state, quota)) end
-  if granted > 0 and spends then
-    algorithm.spend(state, quota, granted * cost)
-    save(key, state, quota)
-    if granted == times then return end
+  if spends and granted > 0 then
     -- The denied acquires come after the grants, so their state includes them.
-    state = algorithm.load(key, quota)
+    algorithm.spend(state, quota, granted * cost)
+    state.another = nil
   end
-  if granted == times then return end
-  answer(times_of_denial(state, quota, cost, 0))
+  if granted < times then answer(times_of_denial(state, quota, cost, 0)) end
   if not spends then return end
-  if state.stepped_back then
+  if granted > 0 then
+    save(key, state, quota)
+  elseif state.stepped_back then
     algorithm.spend(state, quota, 0)
     save(key, state, quota)
   else
@@ -189,7 +216,7 @@ local function answer_unspent(charge)
   answer(1, algorithm.remaining(state, quota), 0, reset_after(state, quota, 0), 0)
 end
 
--- Decides one charge. `all_fit`: every charge of this request fits.
+-- Decides one charge. `all_fit`: every charge of this request fits. Returns what it has to write.
 local function decide(charge, action, all_fit)
   local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
   local remaining, spend = charge.remaining, 0
@@ -206,16 +233,13 @@ local function decide(charge, action, all_fit)
   else
     answer_unspent(charge)
   end
-  if action == PEEK then return end
-  if spend > 0 or state.stepped_back then
-    algorithm.spend(state, quota, spend)
-    save(charge.key, state, quota)
-  else
-    keep_alive(charge.key, state, quota)
-  end
+  if action == PEEK then return nil end
+  if spend == 0 and not state.stepped_back then return keep_alive end
+  algorithm.spend(state, quota, spend)
+  return save
 end
 
--- Records units that were already used.
+-- Records units that were already used. Returns what it has to write.
 local function report(charge)
   local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
   local spend = math.max(0, math.min(charge.cost, quota.max_level - algorithm.level(state)))
@@ -230,11 +254,20 @@ local function report(charge)
   end
   local allowed = charge.fits and 1 or 0
   answer(allowed, algorithm.remaining(state, quota), retry_after, reset_after, 0)
-  if spend > 0 or state.stepped_back then
-    save(charge.key, state, quota)
-  else
-    keep_alive(charge.key, state, quota)
+  return (spend > 0 or state.stepped_back) and save or keep_alive
+end
+
+-- Returns units of an earlier charge. Returns what it has to write.
+local function refund(charge)
+  local algorithm, state = charge.algorithm, charge.state
+  -- The units of another algorithm have lost their times.
+  local has_units = not state.is_foreign and not algorithm.is_empty(state)
+  if has_units then
+    algorithm.refund(state, charge.quota, charge.cost, charge.since)
+    state.is_refund = true
   end
+  answer_unspent(charge)
+  return has_units and save
 end
 
 local function group(header, from, to)
@@ -264,18 +297,16 @@ local function group(header, from, to)
   for i = 1, count do
     local charge = charges[i]
     if action == REPORT then
-      report(charge)
+      charge.write = report(charge)
     elseif action == REFUND then
-      -- The units of another algorithm have lost their times.
-      if not charge.state.is_foreign and not charge.algorithm.is_empty(charge.state) then
-        charge.algorithm.refund(charge.key, charge.state, charge.quota, charge.cost, charge.since)
-        charge.state.is_refund = true
-        save(charge.key, charge.state, charge.quota)
-      end
-      answer_unspent(charge)
+      charge.write = refund(charge)
     else
-      decide(charge, action, all_fit)
+      charge.write = decide(charge, action, all_fit)
     end
+  end
+  for i = 1, count do
+    local charge = charges[i]
+    if charge.write then charge.write(charge.key, charge.state, charge.quota) end
   end
 end
 
@@ -291,16 +322,19 @@ end
 
 -- Runs a request. If it fails, its reply is the error.
 local function attempt(request, ...)
-  local before = replied
-  local done, raised = pcall(request, ...)
+  local before, done, raised = replied, false, LATER
+  before_request = work
+  if work < MAX_WORK then done, raised = pcall(request, ...) end
   if done then return end
   local text = type(raised) == 'table' and raised.err or tostring(raised)
   text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
+  -- An error of Lua, not of a command: a value that the script cannot compute with.
+  text = string.gsub(text, '^user_script:%d+: ', 'damaged value: ')
   local is_only_request = runs == 1 and (count == 1 or kind == 0)
   if is_only_request and is_server_condition(text) then failure = {err = text} end
   for i = #reply, before + 1, -1 do reply[i] = nil end
   replied = before
-  answer(-1, #text)
+  add_reply(-1, #text)
   reply[replied] = reply[replied] .. text
 end
 

@@ -127,7 +127,7 @@ pub(super) fn enqueue(
     let mut state = node.queue().state();
     let leads = state.in_flight.is_empty() && state.open.is_empty();
     let handle = match state.open.back_mut() {
-        Some(open) if open.weight < MAX_BATCH_WEIGHT => {
+        Some(open) if open.weight + request.weight() <= MAX_BATCH_WEIGHT => {
             let handle = open.batch.join(request, slot, *delivery, deadline, write_key);
             open.weight = handle.weight();
             handle

@@ -143,6 +143,8 @@ pub(super) enum RequestDecisions {
     Many(Vec<Decision>),
 }
 
+/// Error text of an item for which the call did nothing, because it had done enough.
+pub(super) const LATER: &str = "LATER";
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
@@ -154,6 +156,8 @@ const HEADER_BYTES: usize = 112;
 const MAX_SCAN: usize = 8;
 /// Limit up to which a decision on a packed log takes about as long as on a small count.
 const SMALL_LOG: u64 = 250;
+/// Factor by which the general part of the script takes longer than its straight lines.
+const GENERAL_FACTOR: usize = 4;
 /// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
 /// duplicate costs little.
 const MAX_QUOTA_SCAN: usize = 8;
@@ -161,6 +165,16 @@ const MAX_QUOTA_SCAN: usize = 8;
 impl<'a> Request<'a> {
     pub(super) fn new(operation: Operation, charges: &'a [Charge<'a>]) -> Self {
         Self { operation, charges }
+    }
+
+    /// Returns its expected time in Redis, in units of the time for a small count.
+    pub(super) fn weight(&self) -> usize {
+        let factor = match RequestKind::of(self) {
+            RequestKind::Acquire | RequestKind::Peek => 1,
+            RequestKind::Group(Operation::Apply(Action::Reset)) => return self.charges.len(),
+            RequestKind::Group(_) => GENERAL_FACTOR,
+        };
+        self.charges.iter().map(|charge| factor * quota_weight(charge.quota())).sum()
     }
 }
 
@@ -264,15 +278,15 @@ impl EncodedQuota {
         let (limit, window) = (quota.limit(), quota.window_micros());
         Self { algorithm, kind: CountKind::of(quota), limit, window, option }
     }
+}
 
-    /// Returns the expected time of a decision in Redis, in units of the time for a small count. A
-    /// packed log is copied as a whole while it is short, and costs more when it is long.
-    fn weight(&self) -> usize {
-        match self.kind {
-            CountKind::SlidingLog => 2,
-            CountKind::PackedLog if self.limit > SMALL_LOG => 4,
-            _ => 1,
-        }
+/// Returns the expected time of an ordinary decision in Redis, in units of the time for a small
+/// count. A packed log is copied as a whole while it is short, and costs more when it is long.
+fn quota_weight(quota: &Quota) -> usize {
+    match CountKind::of(quota) {
+        CountKind::SlidingLog => 2,
+        CountKind::PackedLog if quota.limit() > SMALL_LOG => 4,
+        _ => 1,
     }
 }
 
@@ -308,8 +322,7 @@ impl EncodedRequests {
         } else {
             self.keeps_order = true;
         }
-        let weight = |charge: &EncodedCharge| self.quotas[charge.quota].weight();
-        self.weight += self.charges[first_charge..].iter().map(weight).sum::<usize>();
+        self.weight += request.weight();
         self.items.push(Item { slot, kind, charges: first_charge..self.charges.len() });
         if new_item >= MAX_SCAN {
             // The first time, all items are added.

@@ -42,7 +42,8 @@ pub(super) enum NextStep {
     Redirect(Target),
     /// Send it again, by a call of its own.
     SendAlone,
-    /// Send it again at once: it did nothing, because the server's clock was set.
+    /// Send it again at once: it did nothing, because the server's clock was set, or because its
+    /// call had done enough.
     SendAgain,
     /// Wait a moment, and route it again. After several waits it fails with this error.
     BackOff(StoreError),
