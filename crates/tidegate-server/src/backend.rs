@@ -165,10 +165,16 @@ impl Store for Backend {
     }
 }
 
+/// Returns the span of a call to a store. Only signed integers are exported as numbers.
+fn store_span(action: Action, charges: usize) -> tracing::Span {
+    let charges = i64::try_from(charges).unwrap_or(i64::MAX);
+    tracing::debug_span!(target: TRACE, "store", ?action, charges)
+}
+
 impl MemoryBackend {
     /// Awaits a call in a span, if traces are on.
     async fn traced<T>(&self, action: Action, charges: usize, call: impl Future<Output = T>) -> T {
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let span = store_span(action, charges);
         if span.is_disabled() { call.await } else { call.instrument(span).await }
     }
 
@@ -250,7 +256,7 @@ impl<S: Store> InstrumentedStore<S> {
         call: Pin<&mut impl Future<Output = Result<T, StoreError>>>,
     ) -> Result<T, StoreError> {
         let start = Instant::now();
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let span = store_span(action, charges);
         let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
         // With an open circuit there was no call.
         if !matches!(result, Err(StoreError::Open(_))) {
