@@ -287,7 +287,7 @@ async fn gateway_waits_for_room_in_the_queue_of_a_unix_socket() {
     socket.bind(&path).expect("bound");
     let listener = socket.listen(1).expect("listening");
     let service = gateway_to(&path);
-    // Connections that nobody accepts fill the queue.
+    // Connections that are not accepted fill the queue.
     let mut waiting = Vec::new();
     while let Ok(stream) = tokio::net::UnixStream::connect(&path).await {
         assert!(waiting.len() < 1_000, "the queue has no end");
