@@ -20,7 +20,7 @@ use crate::gateway::UpstreamHealth;
 #[derive(Deserialize, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ReadyzQuery {
-    /// What else has to be available
+    /// Part that has to be available, too
     #[param(inline)]
     require: Option<Requirement>,
 }

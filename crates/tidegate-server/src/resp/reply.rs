@@ -24,8 +24,8 @@ impl Protocol {
 /// Reply of a command that decides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Reply {
-    /// Reply of the `TG.` commands: an array in both versions, because clients choose the version
-    /// by themselves.
+    /// Reply of the `TG.` commands: an array in both versions, because the client's library
+    /// chooses the version.
     Decision(DecisionReply),
     /// The same with the names of its fields: a map, which is a flat array in RESP2.
     NamedDecision(DecisionReply),
