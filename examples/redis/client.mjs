@@ -1,6 +1,8 @@
 import Redis from "ioredis";
 
-const tidegate = new Redis("redis://127.0.0.1:8083", { commandTimeout: 500 });
+// Without retries: a repeated command is charged again.
+const options = { commandTimeout: 500, maxRetriesPerRequest: 0 };
+const tidegate = new Redis("redis://127.0.0.1:8083", options);
 
 const [allowed, limit, remaining, retryAfterMs] = await tidegate.call(
   "TG.ACQUIRE", "per-user", "user123",

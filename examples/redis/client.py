@@ -1,17 +1,22 @@
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
+# Without retries: a repeated command is charged again.
 tidegate = redis.Redis.from_url(
-    "redis://127.0.0.1:8083", protocol=3, decode_responses=True, socket_timeout=0.5
+    "redis://127.0.0.1:8083", socket_timeout=0.5, retry=Retry(NoBackoff(), 0)
 )
 
-decision = tidegate.execute_command("TG.ACQUIRE", "per-user", "user123")
-if decision["allowed"]:
-    print("allowed,", decision["remaining"], "left")
+allowed, limit, remaining, retry_after_ms, reset_after_ms, delay_ms = tidegate.execute_command(
+    "TG.ACQUIRE", "per-user", "user123"
+)
+if allowed:
+    print("allowed,", remaining, "left")
 else:
-    print("denied, retry in", decision["retry_after_ms"], "ms")
+    print("denied, retry in", retry_after_ms, "ms")
 
-# A pipeline is one round trip. Each command is atomic, so there is no transaction.
-with tidegate.pipeline(transaction=False) as pipeline:
+# A pipeline is one round trip.
+with tidegate.pipeline() as pipeline:
     for user in ["ann", "bob", "eve"]:
         pipeline.execute_command("TG.ACQUIRE", "per-user", user)
-    print([decision["remaining"] for decision in pipeline.execute()])
+    print([remaining for allowed, limit, remaining, *_ in pipeline.execute()])

@@ -7,12 +7,13 @@ import os
 import redis.asyncio as redis
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 tidegate = redis.Redis.from_url(
     os.environ.get("TIDEGATE_URL", "redis://127.0.0.1:8083"),
-    protocol=3,
-    decode_responses=True,
     socket_timeout=0.5,
+    retry=Retry(NoBackoff(), 0),
 )
 app = FastAPI()
 
@@ -22,13 +23,14 @@ async def limit(request: Request, call_next):
     key = request.headers.get("X-User-Id", request.client.host)
     try:
         decision = await tidegate.execute_command("TG.ACQUIRE", "per-user", key)
+        allowed, _, _, retry_after_ms, *_ = decision
     except redis.RedisError as error:
         # Fail open: a limiter that cannot be reached must not stop the application.
         logging.warning("not limited: %s", error)
         return await call_next(request)
-    if decision["allowed"]:
+    if allowed:
         return await call_next(request)
-    retry_after = math.ceil(decision["retry_after_ms"] / 1000)
+    retry_after = math.ceil(retry_after_ms / 1000)
     return JSONResponse(
         {"error": "too many requests"},
         status_code=429,

@@ -23,6 +23,7 @@ mod history;
 mod hot_keys;
 mod live;
 mod lookup;
+mod openapi;
 mod policies;
 mod reset;
 mod sampler;
@@ -32,6 +33,18 @@ pub(crate) use live::Live;
 
 const CROSS_ORIGIN_RESOURCE_POLICY: HeaderName =
     HeaderName::from_static("cross-origin-resource-policy");
+
+/// Error responses of every request that needs access.
+#[derive(utoipa::IntoResponses)]
+#[expect(dead_code, reason = "only for the schema; the responses are of type Problem")]
+enum AccessProblems {
+    /// The token is missing or wrong
+    #[response(status = 401, content_type = "application/problem+json")]
+    Unauthorized(Problem),
+    /// A web page of another origin sent the request, or one that has no token
+    #[response(status = 403, content_type = "application/problem+json")]
+    WebPage(Problem),
+}
 
 #[derive(Clone)]
 pub(crate) struct Admin {
@@ -67,7 +80,8 @@ pub(crate) fn router(admin: Admin) -> Router {
         .route("/v1/lookup", get(lookup::handle))
         .route("/v1/reset", post(reset::handle))
         .route_layer(middleware::from_fn_with_state(admin.clone(), authorize))
-        .route("/healthz", get(async || "ok\n"))
+        .route("/healthz", get(health::healthz))
+        .route("/openapi.json", get(openapi::handle))
         .route("/readyz", get(health::readyz))
         .route("/", get(dashboard::page))
         .route("/assets/{file}", get(dashboard::asset))
@@ -92,6 +106,11 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     response
 }
 
+/// Metrics in the text format of Prometheus
+#[utoipa::path(
+    get, path = "/metrics",
+    responses((status = 200, description = "Metrics", body = String), AccessProblems)
+)]
 async fn all_metrics(State(admin): State<Admin>) -> Response {
     let mut text = admin.state.metrics.text(&admin.state.backend);
     let active = admin.state.active();

@@ -56,8 +56,9 @@ const MAX_BODY_BYTES: usize = 64 * 1024;
 )]
 struct Api;
 
-/// Adds the bearer token to the schema. It is required if `auth.api_token` is set.
-struct BearerToken;
+/// Adds the bearer token to the schema. It is required if `auth.api_token` is set, and on the admin
+/// listener if `auth.admin_token` is.
+pub(crate) struct BearerToken;
 
 impl Modify for BearerToken {
     fn modify(&self, api: &mut utoipa::openapi::OpenApi) {
@@ -79,7 +80,7 @@ struct Explain {
 /// Error responses of every query.
 #[derive(utoipa::IntoResponses)]
 #[expect(dead_code, reason = "only for the schema; the responses are of type Problem")]
-enum Problems {
+pub(crate) enum Problems {
     /// The query is invalid
     #[response(status = 400, content_type = "application/problem+json")]
     InvalidQuery(Problem),

@@ -40,7 +40,7 @@ pub(crate) struct RedisBackend {
 }
 
 /// Availability of Redis to this process.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, utoipa::ToSchema)]
 pub(crate) struct StoreHealth {
     pub(crate) state: StoreState,
     primaries: usize,
@@ -49,7 +49,7 @@ pub(crate) struct StoreHealth {
     pub(crate) slots_unavailable_ratio: f64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum StoreState {
     Up,
@@ -196,10 +196,16 @@ impl Store for Backend {
     }
 }
 
+/// Returns the span of a call to a store. Only signed integers are exported as numbers.
+fn store_span(action: Action, charges: usize) -> tracing::Span {
+    let charges = i64::try_from(charges).unwrap_or(i64::MAX);
+    tracing::debug_span!(target: TRACE, "store", ?action, charges)
+}
+
 impl MemoryBackend {
     /// Awaits a call in a span, if traces are on.
     async fn traced<T>(&self, action: Action, charges: usize, call: impl Future<Output = T>) -> T {
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let span = store_span(action, charges);
         if span.is_disabled() { call.await } else { call.instrument(span).await }
     }
 
@@ -301,7 +307,7 @@ impl<S: Store> InstrumentedStore<S> {
         call: Pin<&mut impl Future<Output = Result<T, StoreError>>>,
     ) -> Result<T, StoreError> {
         let start = Instant::now();
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let span = store_span(action, charges);
         let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
         // With an open circuit there was no call.
         if !matches!(result, Err(StoreError::Open(_))) {

@@ -29,7 +29,7 @@ mod warning;
 pub(crate) use auth::TOKEN_VARIABLES;
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
-pub(crate) use listen::{AllowedHosts, Listen, ListenAddress};
+pub(crate) use listen::{AllowedHosts, Listen, ListenAddress, ListenAddressError};
 use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;

@@ -216,7 +216,7 @@ impl Proxy {
             let sent = self.clients.send(upstream, request, is_repeated, &call.timer).await;
             let result = sent.map_err(|error| {
                 tracing::debug!(
-                    upstream = %upstream.authority,
+                    upstream = upstream.name(),
                     error = &error as &dyn std::error::Error,
                     "request to an upstream failed"
                 );

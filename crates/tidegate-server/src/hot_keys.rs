@@ -47,7 +47,7 @@ pub(crate) struct HotKeys {
 }
 
 /// Key that was seen at most `count` times and at least `count - error` times.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub(crate) struct HotKey {
     pub(crate) policy: String,
     pub(crate) key: String,

@@ -23,6 +23,7 @@ use tower::{Service, ServiceExt as _};
 
 use crate::logs::LogThrottle;
 
+mod authority;
 mod closed;
 mod connection;
 mod drain;

@@ -21,6 +21,7 @@ mod request;
 mod session;
 #[cfg(test)]
 mod tests;
+mod transaction;
 
 pub(crate) use command::RespCounters;
 use session::RespSession;

@@ -57,20 +57,33 @@ fn promtool_accepts_the_metrics() {
     assert!(output.status.success() && text(&output).is_empty(), "{}", text(&output));
 }
 
-#[test]
-fn schemathesis_confirms_the_openapi_description() {
-    let service = Service::start(POLICY);
+/// Compares a description with the responses to requests that follow it, and to those that do not.
+fn check_description(address: &str, operations: usize, more: &[&str]) {
     let program =
         PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/schemathesis"));
-    let location = format!("http://{}/openapi.json", service.http);
+    let location = format!("http://{address}/openapi.json");
     // A body may match the schema and still be invalid (a policy without a key), so a rejection is
     // fine.
     let checks = ["--exclude-checks", "positive_data_acceptance"];
     let phases = ["--phases", "coverage,fuzzing", "-n", "60", "--seed", "1", "--no-color"];
-    let arguments: Vec<&str> = ["run", &location].into_iter().chain(phases).chain(checks).collect();
+    let arguments = [&["run", &location], &phases[..], &checks, more].concat();
     let output = run(program, &arguments, "");
     assert!(output.status.success(), "{}", text(&output));
-    assert!(text(&output).contains("Tested: 5"), "{}", text(&output));
+    assert!(text(&output).contains(&format!("Tested: {operations}")), "{}", text(&output));
+}
+
+#[test]
+fn schemathesis_confirms_the_description_of_the_api() {
+    let service = Service::start(POLICY);
+    check_description(&service.http, 5, &[]);
+}
+
+#[test]
+fn schemathesis_confirms_the_description_of_the_admin_api() {
+    let service = Service::start(POLICY);
+    service.acquire(&json!({"policy": "per-user", "key": "u1"}));
+    // A stream of events has no end.
+    check_description(&service.admin, 9, &["--exclude-path", "/v1/live"]);
 }
 
 /// Certificate authority.

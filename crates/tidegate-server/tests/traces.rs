@@ -412,6 +412,23 @@ async fn gateway_continues_the_trace_to_the_upstream() {
     assert_eq!([is_error(server), is_error(client), is_error(denied)], [true, true, false]);
     let all = format!("{:?}", collector.0.lock().expect("no panic"));
     assert!(!all.contains("secret"), "{all}");
+    assert_numbers_are_integers(&spans);
+}
+
+/// Backends compare numbers only if they are numbers, as OpenTelemetry specifies these attributes.
+fn assert_numbers_are_integers(spans: &[Span]) {
+    let mut found = std::collections::BTreeSet::new();
+    for attribute in spans.iter().flat_map(|span| &span.attributes) {
+        let (name, value) = (attribute.key.as_str(), attribute.value.as_ref());
+        if ["code", "port", "count", "charges"].iter().any(|end| name.ends_with(end)) {
+            let value = value.and_then(|value| value.value.as_ref());
+            assert!(matches!(value, Some(any_value::Value::IntValue(_))), "{name}: {value:?}");
+            found.insert(name);
+        }
+    }
+    for name in ["http.response.status_code", "server.port", "charges"] {
+        assert!(found.contains(name), "{name} is not in {found:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

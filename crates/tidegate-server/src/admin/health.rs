@@ -17,12 +17,15 @@ use crate::gateway::UpstreamHealth;
 
 /// Requirements of a readiness probe besides a running process. Other parameters are ignored: some
 /// load balancers add their own.
-#[derive(Deserialize)]
+#[derive(Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct ReadyzQuery {
+    /// Part that has to be available, too
+    #[param(inline)]
     require: Option<Requirement>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize, utoipa::ToSchema)]
 #[serde(rename_all = "lowercase")]
 enum Requirement {
     /// At least one upstream of the gateway is not ejected.
@@ -31,27 +34,49 @@ enum Requirement {
     Store,
 }
 
+/// Report that the process runs
+#[utoipa::path(
+    get, path = "/healthz", security(()),
+    responses((status = 200, description = "The process runs", body = String))
+)]
+pub(super) async fn healthz() -> &'static str {
+    "ok\n"
+}
+
+/// Readiness of this process
+#[derive(Serialize, utoipa::ToSchema)]
+pub(super) struct Readiness {
+    ready: bool,
+    store: &'static str,
+    store_up: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    store_health: Option<StoreHealth>,
+    #[serde(flatten)]
+    redis: Option<RedisDetail>,
+    #[serde(flatten)]
+    upstreams: Option<UpstreamsDetail>,
+}
+
 /// Reports readiness, and the state of the store and of the upstreams as a detail: during an outage
 /// of the store each policy's failure mode still decides, and instances behind one load balancer
 /// share their upstreams. Probes need no token and may use any Host, but then the addresses are
 /// hidden.
+#[utoipa::path(
+    get, path = "/readyz", params(ReadyzQuery), security(()),
+    responses(
+        (status = 200, description = "Ready", body = Readiness),
+        (status = 503, description = "Not ready", body = Readiness),
+        (
+            status = 400, description = "The query is invalid",
+            body = Problem, content_type = "application/problem+json"
+        ),
+    )
+)]
 pub(super) async fn readyz(
     State(admin): State<Admin>,
     query: Result<Query<ReadyzQuery>, axum::extract::rejection::QueryRejection>,
     request: Request,
 ) -> Result<Response, Problem> {
-    #[derive(Serialize)]
-    struct Readiness {
-        ready: bool,
-        store: &'static str,
-        store_up: bool,
-        #[serde(skip_serializing_if = "Option::is_none")]
-        store_health: Option<StoreHealth>,
-        #[serde(flatten)]
-        redis: Option<RedisDetail>,
-        #[serde(flatten)]
-        upstreams: Option<UpstreamsDetail>,
-    }
     let Query(ReadyzQuery { require }) =
         query.map_err(|error| Problem::bad_request(error.to_string()))?;
     let redis = admin.state.backend.redis();
@@ -87,7 +112,7 @@ pub(super) async fn readyz(
 }
 
 /// State of the gateway's upstreams.
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct UpstreamsDetail {
     upstreams_up: usize,
     upstreams_total: usize,
@@ -96,7 +121,7 @@ struct UpstreamsDetail {
 }
 
 /// State of Redis and of the fallback.
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct RedisDetail {
     nodes: Vec<NodeDetail>,
     /// Last errors of the nodes with an open circuit.
@@ -107,7 +132,7 @@ struct RedisDetail {
     owed_units: u64,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct NodeDetail {
     address: String,
     connected: bool,

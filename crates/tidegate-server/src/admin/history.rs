@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::header;
 
-use super::Admin;
+use super::{AccessProblems, Admin};
 
 /// Number of samples: 15 minutes.
 const MAX_SAMPLES: usize = 900;
@@ -52,9 +52,23 @@ impl History {
     }
 }
 
+/// One sample per second of the last 15 minutes
+#[utoipa::path(
+    get, path = "/v1/history", operation_id = "history",
+    responses((status = 200, description = "Samples", body = HistoryBody), AccessProblems)
+)]
 pub(super) async fn handle(State(admin): State<Admin>) -> Response {
     let body = admin.live.history().body();
     ([(header::CONTENT_TYPE, "application/json")], body).into_response()
+}
+
+/// Samples, the oldest first.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; each sample is serialized once")]
+struct HistoryBody {
+    interval_ms: u64,
+    #[schema(value_type = Vec<Object>, max_items = 900)]
+    samples: Vec<Arc<str>>,
 }
 
 #[cfg(test)]

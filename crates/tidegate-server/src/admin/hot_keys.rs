@@ -6,7 +6,7 @@ use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 
-use super::Admin;
+use super::{AccessProblems, Admin};
 use crate::api::problem::Problem;
 use crate::hot_keys::HotKey;
 use crate::metrics::RequestOutcome;
@@ -16,9 +16,12 @@ use crate::state::ServerState;
 pub(super) const DEFAULT_LIMIT: usize = 20;
 const MAX_LIMIT: usize = 1_000;
 
-#[derive(Deserialize)]
+#[derive(Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct HotKeysQuery {
+    /// Number of keys of each list, at most 1000
+    #[param(default = 20)]
     limit: usize,
 }
 
@@ -28,6 +31,18 @@ impl Default for HotKeysQuery {
     }
 }
 
+/// Keys that were allowed and denied most in the last minutes
+#[utoipa::path(
+    get, path = "/v1/hot-keys", operation_id = "hot_keys", params(HotKeysQuery),
+    responses(
+        (status = 200, description = "Keys", body = HotKeysBody),
+        (
+            status = 400, description = "The query is invalid",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        AccessProblems,
+    )
+)]
 pub(super) async fn handle(
     State(admin): State<Admin>,
     query: Result<Query<HotKeysQuery>, QueryRejection>,
@@ -38,7 +53,7 @@ pub(super) async fn handle(
 }
 
 /// Most frequent keys by outcome, each in the form that its policy shows.
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 pub(super) struct HotKeysBody {
     allowed: Vec<HotKey>,
     denied: Vec<HotKey>,

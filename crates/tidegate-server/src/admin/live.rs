@@ -19,11 +19,11 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, watch};
 use tokio::time::timeout;
 
-use super::Admin;
 use super::history::History;
 use super::hot_keys::{DEFAULT_LIMIT, HotKeysBody};
 use super::sampler::{Percentiles, Sampler};
 use super::status::{Status, StatusParts};
+use super::{AccessProblems, Admin};
 use crate::api::problem::Problem;
 use crate::metrics;
 use crate::state::ServerState;
@@ -176,6 +176,21 @@ impl Drop for StreamPlace {
     }
 }
 
+/// Samples, status and hot keys as server-sent events
+#[utoipa::path(
+    get, path = "/v1/live", operation_id = "live",
+    responses(
+        (
+            status = 200, description = "Events", body = String,
+            content_type = "text/event-stream"
+        ),
+        (
+            status = 503, description = "Too many streams are open",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        AccessProblems,
+    )
+)]
 pub(super) async fn handle(State(admin): State<Admin>) -> Result<Response, Problem> {
     let Some(place) = admin.live.place() else {
         return Err(Problem::new(

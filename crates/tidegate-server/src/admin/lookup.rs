@@ -17,6 +17,7 @@ use tidegate::{
 
 use super::Admin;
 use super::reset::listed_key;
+use crate::api::Problems;
 use crate::api::problem::Problem;
 use crate::duration::{millis, millis_rounded_up};
 use crate::envoy::rules::{CounterParts, Limit, Rule, RuleMode, parse_counter_key};
@@ -33,14 +34,19 @@ const MAX_PARALLEL: usize = 16;
 /// Key of all requests, under a policy without a key.
 const ALL: &str = "all";
 
-#[derive(Deserialize)]
+#[derive(Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub(super) struct LookupQuery {
+    /// Key, or its hash in the form of the hot keys
+    #[param(required, value_type = String, min_length = 1, max_length = 512)]
     key: Option<String>,
+    /// Name of a policy; all by default
+    #[param(max_length = 512)]
     policy: Option<String>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct LookupBody {
     key: String,
     /// Whether units of this key are in use in any policy.
@@ -55,7 +61,7 @@ struct LookupBody {
 }
 
 /// State of the key in one policy or rule.
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct ResultBody {
     policy: String,
     /// In the form that the policy shows.
@@ -84,7 +90,7 @@ impl ResultBody {
     }
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct StateBody {
     allowed: bool,
     /// Capacity by which it was decided: the burst, or the share of this instance during an outage.
@@ -110,6 +116,14 @@ struct Target<'a> {
     only_in_use: bool,
 }
 
+/// State of one key in every policy, without a charge
+#[utoipa::path(
+    get, path = "/v1/lookup", operation_id = "lookup", params(LookupQuery),
+    responses(
+        (status = 200, description = "State in each policy", body = LookupBody),
+        Problems,
+    )
+)]
 pub(super) async fn handle(
     State(admin): State<Admin>,
     query: Result<UrlQuery<LookupQuery>, QueryRejection>,

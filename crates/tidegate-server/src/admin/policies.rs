@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use tidegate::{Algorithm, Cost, KeySource, Policy, Quota};
 
-use super::Admin;
+use super::{AccessProblems, Admin};
 use crate::envoy::rules::{Limit, Rule, RuleMode};
 use crate::metrics::Metrics;
 use crate::state::ActiveConfig;
@@ -16,6 +16,14 @@ use crate::state::ActiveConfig;
 /// Maximum number of overrides that are listed per policy.
 const MAX_OVERRIDES: usize = 100;
 
+/// Policies and rules of Envoy that are in use
+#[utoipa::path(
+    get, path = "/v1/policies", operation_id = "policies",
+    responses(
+        (status = 200, description = "Policies", body = Vec<PolicyBody<'static>>),
+        AccessProblems,
+    )
+)]
 pub(super) async fn handle(State(admin): State<Admin>) -> Response {
     let active = admin.state.active();
     let metrics = &admin.state.metrics;
@@ -25,11 +33,12 @@ pub(super) async fn handle(State(admin): State<Admin>) -> Response {
     Json(policies.chain(rules).collect::<Vec<_>>()).into_response()
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct PolicyBody<'a> {
     name: &'a str,
     /// Patterns by attribute. All attributes must match, each by any of its patterns.
     #[serde(rename = "match")]
+    #[schema(value_type = BTreeMap<String, Vec<String>>)]
     matches: BTreeMap<&'a str, &'a [String]>,
     key: Vec<&'a str>,
     missing_key: &'static str,
@@ -49,7 +58,8 @@ struct PolicyBody<'a> {
     rule: Option<&'a str>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
+#[schema(as = PolicyQuota)]
 struct QuotaBody {
     algorithm: &'static str,
     /// Null for an algorithm that has only one.
@@ -60,7 +70,7 @@ struct QuotaBody {
     burst: u64,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 #[serde(untagged)]
 enum CostBody<'a> {
     Fixed(u64),
@@ -68,7 +78,7 @@ enum CostBody<'a> {
 }
 
 /// Quota of one key.
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 struct OverrideBody {
     /// In the form that the policy shows.
     key: String,

@@ -8,20 +8,25 @@ use tidegate::ShowKeys;
 
 use super::Admin;
 use crate::api::problem::Problem;
-use crate::api::{check_encoding, check_json, read_json};
+use crate::api::{Problems, check_encoding, check_json, read_json};
 use crate::key_hash;
 use crate::listener::Peer;
 use crate::state::{ActiveConfig, ServerState};
 
 /// Counter to reset.
-#[derive(Deserialize)]
+#[derive(Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 struct ResetBody {
     policy: String,
+    /// Key, or its hash in the form of the hot keys.
     key: String,
 }
 
-/// Deletes the count of a key, which may be a hash in the form of the hot keys.
+/// Delete the count of a key
+#[utoipa::path(
+    post, path = "/v1/reset", operation_id = "reset", request_body = ResetBody,
+    responses((status = 204, description = "The count is deleted"), Problems)
+)]
 pub(super) async fn handle(
     State(admin): State<Admin>,
     Extension(peer): Extension<Peer>,

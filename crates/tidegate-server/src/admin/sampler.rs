@@ -26,7 +26,7 @@ const OTHERS: &str = "…";
 const NODE_SAMPLES: usize = 10;
 
 /// Percentiles of latencies, in milliseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, utoipa::ToSchema)]
 pub(super) struct Percentiles {
     p50: f64,
     p90: f64,

@@ -10,20 +10,25 @@ use serde::Serialize;
 use tidegate::resilience::CircuitState;
 use tidegate::store::redis::NodeHealth;
 
-use super::Admin;
 use super::sampler::Percentiles;
+use super::{AccessProblems, Admin};
 use crate::backend::{Backend, RedisBackend, StoreHealth};
 use crate::duration::{millis, unix_millis};
 use crate::gateway::UpstreamHealth;
 use crate::reload::ReloadError;
 use crate::state::ServerState;
 
+/// State of this process and of its store
+#[utoipa::path(
+    get, path = "/v1/status", operation_id = "status",
+    responses((status = 200, description = "State", body = Status), AccessProblems)
+)]
 pub(super) async fn handle(State(admin): State<Admin>) -> Response {
     Json(Status::new(&admin.state, &admin.live.node_latency())).into_response()
 }
 
 /// State of this process and of its store.
-#[derive(Serialize)]
+#[derive(Serialize, utoipa::ToSchema)]
 pub(super) struct Status {
     version: &'static str,
     started_at_ms: u64,
@@ -34,14 +39,14 @@ pub(super) struct Status {
 }
 
 /// Parts of the status that change only with events.
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 pub(super) struct StatusParts {
     store: StoreStatus,
     reload: ReloadStatus,
     upstreams: Option<Vec<UpstreamHealth>>,
 }
 
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 struct StoreStatus {
     kind: &'static str,
     up: bool,
@@ -53,7 +58,7 @@ struct StoreStatus {
     deny_cache_entries: Option<usize>,
 }
 
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 struct NodeStatus {
     address: String,
     /// Whether the node decides. Sentinels do not.
@@ -68,7 +73,7 @@ struct NodeStatus {
     in_flight: usize,
 }
 
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 struct FallbackStatus {
     active: bool,
     since_ms: Option<u64>,
@@ -79,13 +84,13 @@ struct FallbackStatus {
 }
 
 /// Counts in the memory of this process: all of them, or those of the fallback.
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 struct MemoryStatus {
     keys: usize,
     max_keys: usize,
 }
 
-#[derive(Serialize, PartialEq)]
+#[derive(Serialize, PartialEq, utoipa::ToSchema)]
 struct ReloadStatus {
     at_ms: Option<u64>,
     ok: bool,

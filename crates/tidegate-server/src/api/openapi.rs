@@ -18,7 +18,8 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
     let mut bounds = vec![
         ("QueryBody", "policy", name.clone()),
         ("QueryBody", "key", name.clone()),
-        ("QueryBody", "cost", units.clone()),
+        // A report or a refund may be above every limit.
+        ("QueryBody", "cost", json!({"minimum": 1, "maximum": u64::MAX, "format": "uint64"})),
         ("QueryBody", "age_ms", json!({"minimum": 0, "maximum": MAX_AGE_MS})),
         ("QuotaBody", "limit", units.clone()),
         ("QuotaBody", "burst", units),
@@ -45,6 +46,33 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
     bounds
 }
 
+/// Describes a query by its three forms. The fields of the other forms may only be null.
+fn split_query(schemas: &mut Value) {
+    let query = schemas["QueryBody"].take();
+    let mut forms = Vec::new();
+    for (name, description, required) in [
+        ("PolicyQuery", "Policy and key.", &["policy", "key"][..]),
+        ("AttributesQuery", "Attributes of a request, which select the policies.", &["attributes"]),
+        ("QuotaQuery", "Key and quota of the caller.", &["key", "quota"]),
+    ] {
+        let mut form = query.clone();
+        form["description"] = json!(description);
+        form["required"] = json!(required);
+        for field in ["policy", "key", "attributes", "quota"] {
+            let schema = &mut form["properties"][field];
+            // Null is the second of two schemas, or of two types.
+            match (required.contains(&field), schema.pointer("/oneOf/0").cloned()) {
+                (false, _) => *schema = json!({"type": "null"}),
+                (true, Some(not_null)) => *schema = not_null,
+                (true, None) => schema["type"] = schema["type"][0].clone(),
+            }
+        }
+        schemas[name] = form;
+        forms.push(json!({"$ref": format!("#/components/schemas/{name}")}));
+    }
+    schemas["QueryBody"] = json!({"description": query["description"], "oneOf": forms});
+}
+
 /// Longest wait in milliseconds: an overdraft of ten bursts, each of which refills in 3,660 days at
 /// most, and one more for the request itself.
 const MAX_WAIT_MS: u64 = 11 * 3_660 * 86_400_000;
@@ -66,6 +94,7 @@ pub(super) fn document() -> Vec<u8> {
             schema.extend(bounds);
         }
     }
+    split_query(&mut api["components"]["schemas"]);
     let entry = &mut api["components"]["schemas"]["PolicyDecisionBody"]["allOf"][1];
     entry["properties"]["key"]["maxLength"] = json!(MAX_KEY_BYTES);
     let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][1];

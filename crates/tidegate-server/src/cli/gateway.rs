@@ -31,6 +31,7 @@ Examples:
       --config tidegate.yaml --redis redis://127.0.0.1:6379
 
   HTTP/2 to the upstream, for gRPC: h2c://HOST:PORT in plain text, h2://HOST:PORT over TLS.
+  A Unix socket: unix:/run/app.sock.
 
 TIDEGATE_LOG sets the level of the logs: error, warn, info (the default), debug or trace.")]
 pub(super) struct GatewayCommand {

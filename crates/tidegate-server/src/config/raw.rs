@@ -329,8 +329,8 @@ pub(super) struct RawEnvoy {
 #[serde(deny_unknown_fields, default)]
 #[schemars(rename = "Gateway")]
 pub(super) struct RawGateway {
-    /// `http://HOST[:PORT][/BASE]` or `https://…` for HTTP/1.1, `h2c://…` or `h2://…` for HTTP/2.
-    /// Several are used in turns.
+    /// `http://HOST[:PORT][/BASE]`, `https://…` or `unix:PATH` for HTTP/1.1, `h2c://…` or `h2://…`
+    /// for HTTP/2. Several are used in turns.
     #[schemars(with = "Vec<UpstreamUrl>")]
     pub(super) upstreams: Vec<Spanned<String>>,
     /// CA of the upstreams' certificates, in PEM; the system's roots by default. The path is

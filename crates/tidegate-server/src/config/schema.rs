@@ -60,9 +60,13 @@ fn port() -> String {
 /// Returns the expression of listen addresses.
 fn address_pattern() -> String {
     let scope = format!("(?:%{})?", number_pattern(0, u64::from(u32::MAX)));
-    // A path has at most this many characters. If some are not ASCII, it may have even fewer.
-    let path = format!(r"/[^\u0000]{{0,{}}}", MAX_UNIX_PATH_BYTES - 1);
-    format!(r"^(?:(?:{}|\[{}{scope}\]):{}|unix:{path})$", ipv4(), ipv6(), port())
+    format!(r"^(?:(?:{}|\[{}{scope}\]):{}|{})$", ipv4(), ipv6(), port(), unix_socket())
+}
+
+/// Returns the expression of a Unix socket. Its path has at most this many characters. If some are
+/// not ASCII, it may have even fewer.
+fn unix_socket() -> String {
+    format!(r"unix:/[^\u0000]{{0,{}}}", MAX_UNIX_PATH_BYTES - 1)
 }
 
 /// Loopback, in any spelling, and Unix sockets among the listen addresses.
@@ -109,8 +113,10 @@ fn upstream_pattern() -> String {
     const HOST: &str = r"[0-9A-Za-z._~!$&'()*+,;=-]+";
     const PATH: &str = r"(?:/[^\s?#<>`\u0000-\u001f\u007f]*)?";
     let ipv6 = format!(r"\[{}\]", ipv6());
-    let port = port();
-    format!("^(?:[hH][tT][tT][pP][sS]?|h2c?)://(?:{HOST}|{ipv6})(?::{port})?{PATH}(?:#.*)?$")
+    let (port, unix) = (port(), unix_socket());
+    let url =
+        format!("(?:[hH][tT][tT][pP][sS]?|h2c?)://(?:{HOST}|{ipv6})(?::{port})?{PATH}(?:#.*)?");
+    format!("^(?:{url}|{unix})$")
 }
 
 /// Returns the expression of the origins of scripts.

@@ -1,5 +1,6 @@
 //! Clients of upstreams: pooled connections, with a connect timeout and optional TLS.
 
+use std::io;
 use std::path::Path;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -14,7 +15,9 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{ClientConfig, RootCertStore};
+use tokio::net::UnixStream;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio_util::either::Either;
 
 use super::body::{IdleTimer, UpstreamRequestBody};
 use super::connection::{Progress, UpstreamStream};
@@ -24,6 +27,8 @@ use super::upstreams::{Protocol, Upstream};
 
 const HTTP2_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
+/// Time after which a Unix socket with a full queue is tried again.
+const QUEUE_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// Maximum size of the headers in an HTTP/2 response: as much as hyper accepts over HTTP/1.1.
 const MAX_HEADER_BYTES: u32 = 400 * 1024;
 
@@ -200,9 +205,14 @@ impl Clients {
             Free::Permit(permit) => permit,
             Free::Connection(connection) => return Ok((connection, true)),
         };
-        let uri = upstream.uri(PathAndQuery::from_static("/")).ok_or("no URI")?;
-        let stream = tower::Service::call(&mut self.http1.clone(), uri).await?;
-        let stream = stream.into_inner().with_permit(permit);
+        let stream = match &upstream.socket {
+            Some(path) => self.http1.connect_unix(path).await?,
+            None => {
+                let uri = upstream.uri(PathAndQuery::from_static("/")).ok_or("no URI")?;
+                tower::Service::call(&mut self.http1.clone(), uri).await?.into_inner()
+            }
+        };
+        let stream = stream.with_permit(permit);
         let pool = Arc::clone(connections);
         let connection =
             Http1Connection::handshake(stream, pool, many_headers, self.header_timeout).await?;
@@ -272,6 +282,25 @@ pub(super) struct TimeoutConnector {
     timeout: Duration,
 }
 
+impl TimeoutConnector {
+    /// Connects to a Unix socket. While its queue is full, the system fails at once and announces
+    /// no room, so it is tried again.
+    async fn connect_unix(&self, path: &Path) -> io::Result<UpstreamStream> {
+        let connecting = async {
+            loop {
+                match UnixStream::connect(path).await {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        tokio::time::sleep(QUEUE_RETRY_INTERVAL).await;
+                    }
+                    connected => break connected,
+                }
+            }
+        };
+        let stream = tokio::time::timeout(self.timeout, connecting).await??;
+        Ok(UpstreamStream::new(Either::Right(stream)))
+    }
+}
+
 impl tower::Service<Uri> for TimeoutConnector {
     type Response = TokioIo<UpstreamStream>;
     type Error = axum::BoxError;
@@ -286,8 +315,10 @@ impl tower::Service<Uri> for TimeoutConnector {
         let timeout = self.timeout;
         Box::pin(async move {
             match tokio::time::timeout(timeout, connecting).await {
-                Ok(result) => result.map(|stream| TokioIo::new(UpstreamStream::new(stream))),
-                Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
+                Ok(result) => result.map(|stream| {
+                    TokioIo::new(UpstreamStream::new(Either::Left(TokioIo::new(stream))))
+                }),
+                Err(_) => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
             }
         })
     }

@@ -12,8 +12,9 @@ use hyper_util::client::legacy;
 use hyper_util::client::legacy::connect::{Connected, Connection};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::OwnedSemaphorePermit;
+use tokio_util::either::Either;
 
 /// Progress of a connection. Over HTTP/2, it is an extension of each of its responses.
 #[derive(Debug, Clone, Default)]
@@ -52,17 +53,20 @@ impl Progress {
     }
 }
 
+/// Connection by TCP, with or without TLS, or to a Unix socket.
+pub(super) type UpstreamSocket = Either<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>, UnixStream>;
+
 /// Stream that records its [`Progress`].
 pub(super) struct UpstreamStream {
-    stream: TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>,
+    stream: UpstreamSocket,
     progress: Progress,
     /// Permit for the connection, if their number is limited. It is dropped after the stream.
     _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl UpstreamStream {
-    pub(super) fn new(stream: MaybeHttpsStream<TokioIo<TcpStream>>) -> Self {
-        Self { stream: TokioIo::new(stream), progress: Progress::default(), _permit: None }
+    pub(super) fn new(stream: UpstreamSocket) -> Self {
+        Self { stream, progress: Progress::default(), _permit: None }
     }
 
     /// Keeps the permit for the connection until it is closed.
@@ -82,10 +86,9 @@ impl UpstreamStream {
 impl Connection for UpstreamStream {
     fn connected(&self) -> Connected {
         let connected = Connected::new().extra(self.progress.clone());
-        if self.stream.connected().is_negotiated_h2() {
-            connected.negotiated_h2()
-        } else {
-            connected
+        match &self.stream {
+            Either::Left(tcp) if tcp.connected().is_negotiated_h2() => connected.negotiated_h2(),
+            _ => connected,
         }
     }
 }

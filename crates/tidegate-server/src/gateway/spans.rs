@@ -39,7 +39,7 @@ pub(super) fn server<B>(
         url.path = cut(request.uri().path()),
         network.protocol.version = version(request.version()),
         server.address = authority.as_ref().map(|authority| cut(authority.host())),
-        server.port = authority.as_ref().and_then(Authority::port_u16),
+        server.port = authority.as_ref().and_then(Authority::port_u16).map(i64::from),
         client.address = client().map(tracing::field::display),
         user_agent.original = text(request.headers(), &header::USER_AGENT),
         http.response.status_code = Empty,
@@ -56,7 +56,7 @@ pub(super) fn end_server(span: &Span, status: Option<StatusCode>, aborted: Optio
         return;
     }
     if let Some(status) = status {
-        span.record("http.response.status_code", status.as_u16());
+        span.record("http.response.status_code", i64::from(status.as_u16()));
         if status.is_server_error() {
             record_error(span, status.as_str());
         }
@@ -83,11 +83,14 @@ pub(super) fn client<B>(upstream: &Upstream, resends: u32, request: &mut Request
         otel.name = span_name(request.method()),
         otel.kind = "client",
         http.request.method = method(request.method()),
-        http.request.resend_count = (resends > 0).then_some(resends),
+        http.request.resend_count = (resends > 0).then_some(i64::from(resends)),
         // Without the query, which may contain secrets.
         url.full = cut(&format!("{}://{}{}", upstream.scheme, upstream.authority, uri.path())),
-        server.address = upstream.authority.host(),
-        server.port = upstream.port(),
+        server.address = match &upstream.socket {
+            Some(path) => path.display().to_string(),
+            None => upstream.authority.host().to_owned(),
+        },
+        server.port = upstream.port().map(i64::from),
         network.protocol.version = version(request.version()),
         http.response.status_code = Empty,
         "error.type" = Empty,
@@ -104,7 +107,7 @@ pub(super) fn end_client(span: &Span, result: Result<StatusCode, ProxyError>) {
     }
     match result {
         Ok(status) => {
-            span.record("http.response.status_code", status.as_u16());
+            span.record("http.response.status_code", i64::from(status.as_u16()));
             if status.is_client_error() || status.is_server_error() {
                 record_error(span, status.as_str());
             }

@@ -16,7 +16,7 @@ pub(crate) struct Telemetry {
 }
 
 /// Health of an upstream, judged by the requests to it.
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Debug, PartialEq, Eq, Serialize, utoipa::ToSchema)]
 pub(crate) struct UpstreamHealth {
     url: String,
     /// False after three failures in a row, until a request succeeds.

@@ -1,5 +1,6 @@
 //! Round-robin choice of upstreams, with ejection of those that fail several times in a row.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use siphasher::sip::SipHasher13;
 use super::concurrency::{ConcurrencyLimit, Overload, RequestPermit, UpstreamLimits};
 use super::metrics::UpstreamMetrics;
 use super::pool::Connections;
+use crate::config::{ListenAddress, ListenAddressError};
 use crate::duration;
 use crate::logs::LogThrottle;
 
@@ -25,7 +27,10 @@ const MAX_TRIES: usize = 3;
 #[derive(Debug)]
 pub(crate) struct Upstream {
     pub(super) scheme: Scheme,
+    /// Host and port; `localhost` for a Unix socket.
     pub(super) authority: Authority,
+    /// Path of a Unix socket.
+    pub(super) socket: Option<PathBuf>,
     /// Prefix of every path; empty or without a trailing slash.
     base: String,
     pub(super) protocol: Protocol,
@@ -53,16 +58,25 @@ pub(crate) enum UpstreamError {
     #[error("the URL of an upstream must not contain a user or password")]
     Credentials,
     #[error(
-        "{0:?} is not an upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 \
-         h2c://… and h2://…"
+        "{0:?} is not an upstream: write it like http://127.0.0.1:3000, https://…, \
+         unix:/run/app.sock, or for HTTP/2 h2c://… and h2://…"
     )]
     Invalid(String),
+    #[error(transparent)]
+    Socket(#[from] ListenAddressError),
 }
 
 impl std::str::FromStr for Upstream {
     type Err = UpstreamError;
 
     fn from_str(text: &str) -> Result<Self, UpstreamError> {
+        if text.starts_with("unix:")
+            && let ListenAddress::Unix(path) = text.parse()?
+        {
+            let localhost = Authority::from_static("localhost");
+            let upstream = Self::new(text, Scheme::HTTP, localhost, Protocol::Http1);
+            return Ok(Self { socket: Some(path), ..upstream });
+        }
         if text.contains('@') {
             return Err(UpstreamError::Credentials);
         }
@@ -83,18 +97,8 @@ impl std::str::FromStr for Upstream {
         if uri.query().is_some() {
             return Err(invalid());
         }
-        let limits = UpstreamLimits::default();
-        Ok(Self {
-            scheme,
-            authority,
-            base: uri.path().trim_end_matches('/').to_owned(),
-            protocol,
-            failures: AtomicU32::new(0),
-            ejected_until: AtomicU64::new(0),
-            metrics: Arc::new(UpstreamMetrics::new(text)),
-            limit: Arc::new(ConcurrencyLimit::new(limits)),
-            connections: Arc::new(Connections::new(limits.max_connections)),
-        })
+        let base = uri.path().trim_end_matches('/').to_owned();
+        Ok(Self { base, ..Self::new(text, scheme, authority, protocol) })
     }
 }
 
@@ -114,6 +118,27 @@ fn has_valid_port(authority: &Authority) -> bool {
 }
 
 impl Upstream {
+    fn new(text: &str, scheme: Scheme, authority: Authority, protocol: Protocol) -> Self {
+        let limits = UpstreamLimits::default();
+        Self {
+            scheme,
+            authority,
+            socket: None,
+            base: String::new(),
+            protocol,
+            failures: AtomicU32::new(0),
+            ejected_until: AtomicU64::new(0),
+            metrics: Arc::new(UpstreamMetrics::new(text)),
+            limit: Arc::new(ConcurrencyLimit::new(limits)),
+            connections: Arc::new(Connections::new(limits.max_connections)),
+        }
+    }
+
+    /// Returns the name in logs: host and port, or the Unix socket.
+    pub(super) fn name(&self) -> &str {
+        if self.socket.is_some() { &self.metrics.url } else { self.authority.as_str() }
+    }
+
     /// Resets the failure count and ends an ejection.
     pub(super) fn record_success(&self) {
         // The load avoids a write to a cache line that all cores share.
@@ -121,7 +146,7 @@ impl Upstream {
             && self.failures.swap(0, Ordering::Relaxed) >= MAX_FAILURES
         {
             self.ejected_until.store(0, Ordering::Relaxed);
-            tracing::info!(upstream = %self.authority, "upstream recovered");
+            tracing::info!(upstream = self.name(), "upstream recovered");
         }
     }
 
@@ -131,7 +156,7 @@ impl Upstream {
         self.metrics.count_rejection(overload);
         if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
             tracing::warn!(
-                upstream = %self.authority,
+                upstream = self.name(),
                 reason = overload.as_str(),
                 suppressed,
                 "request rejected: the upstream has gateway.max_connections requests in flight \
@@ -172,15 +197,17 @@ impl Upstream {
         self.failures.load(Ordering::Relaxed) < MAX_FAILURES
     }
 
-    pub(super) fn port(&self) -> u16 {
+    /// Returns the port; `None` for a Unix socket.
+    pub(super) fn port(&self) -> Option<u16> {
         let default = if self.scheme == Scheme::HTTPS { 443 } else { 80 };
-        self.authority.port_u16().unwrap_or(default)
+        self.socket.is_none().then(|| self.authority.port_u16().unwrap_or(default))
     }
 
     /// Returns whether both have the same connections.
     fn is_same_server(&self, other: &Self) -> bool {
         self.scheme == other.scheme
             && self.authority == other.authority
+            && self.socket == other.socket
             && self.protocol == other.protocol
     }
 
@@ -260,7 +287,7 @@ impl Upstreams {
                 upstream.metrics.count_ejection();
             }
             if previous == 0 {
-                tracing::warn!(upstream = %upstream.authority, reason, "upstream ejected");
+                tracing::warn!(upstream = upstream.name(), reason, "upstream ejected");
             }
         }
     }
@@ -364,6 +391,20 @@ mod tests {
         assert_eq!(next(&two).len(), 2, "all are tried if all are ejected");
         two.all[1].record_success();
         assert_eq!(next(&two), ["b"]);
+    }
+
+    #[test]
+    fn unix_socket_is_an_upstream() {
+        let upstream: Upstream = "unix:/run/a@b.sock".parse().expect("valid");
+        assert_eq!(upstream.socket, Some(PathBuf::from("/run/a@b.sock")));
+        assert_eq!((upstream.name(), upstream.port()), ("unix:/run/a@b.sock", None));
+        let target = upstream.target(&"http://example.com/x?y=z".parse().expect("a URI"));
+        assert_eq!(target.expect("a path").to_string(), "/x?y=z");
+        let two = upstreams(&["unix:/run/a.sock", "unix:/run/b.sock"]);
+        assert!(!two.all[0].is_same_server(&two.all[1]));
+        for text in ["unix:app.sock", "unix:", &format!("unix:/{}", "a".repeat(107))] {
+            assert!(matches!(text.parse::<Upstream>(), Err(UpstreamError::Socket(_))), "{text}");
+        }
     }
 
     #[test]

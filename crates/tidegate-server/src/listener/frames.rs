@@ -15,7 +15,7 @@ pub(super) const ACK: u8 = 1;
 /// Flag of HEADERS and CONTINUATION: the last frame of the header block.
 pub(super) const END_HEADERS: u8 = 4;
 
-const HEAD_BYTES: usize = 9;
+pub(super) const HEAD_BYTES: usize = 9;
 /// Size of one setting: its identifier and value.
 const SETTING_BYTES: usize = 6;
 const INCREMENT_BYTES: usize = 4;
@@ -30,7 +30,7 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    fn parse([high, middle, low, kind, flags, stream @ ..]: [u8; HEAD_BYTES]) -> Self {
+    pub(super) fn parse([high, middle, low, kind, flags, stream @ ..]: [u8; HEAD_BYTES]) -> Self {
         Self {
             kind,
             flags,

@@ -17,7 +17,7 @@ use super::framing::Framing;
 use super::places::Place;
 
 /// First bytes of an HTTP/2 connection.
-const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub(super) const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Bytes that hyper gets in place of rejected ones: a NUL anywhere in a head makes it respond with
 /// 400, and the empty line completes the head.
 const INVALID_HEAD: &[u8] = b"\0\r\n\r\n";

@@ -181,7 +181,10 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin>(
             let step = session.handle(&mut input, &mut replies).await;
             if input.bytes().is_empty() {
                 incomplete_since = None;
-            } else if input.bytes().len() < waiting || incomplete_since.is_none() {
+            } else if step == Step::Flush
+                || input.bytes().len() < waiting
+                || incomplete_since.is_none()
+            {
                 incomplete_since = Some(Instant::now());
             }
             if step == Step::Close {

@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixSocket, UnixStream};
 
+use super::authority::AuthorityFilter;
 use crate::config::ListenAddress;
 
 /// Length of the queue of connections to accept, of which the system may allow less. A client that
@@ -36,7 +37,7 @@ pub(crate) struct SocketFile {
 /// Accepted connection.
 pub(super) enum Stream {
     Tcp(TcpStream),
-    Unix(UnixStream),
+    Unix(UnixStream, AuthorityFilter),
 }
 
 impl Socket {
@@ -67,7 +68,10 @@ impl Socket {
                 let _ = stream.set_nodelay(true);
                 Ok((Stream::Tcp(stream), address))
             }
-            Self::Unix(listener, _) => Ok((Stream::Unix(listener.accept().await?.0), UNIX_PEER)),
+            Self::Unix(listener, _) => {
+                let (stream, _) = listener.accept().await?;
+                Ok((Stream::Unix(stream, AuthorityFilter::default()), UNIX_PEER))
+            }
         }
     }
 }
@@ -135,7 +139,7 @@ impl Drop for SocketFile {
 
 impl Stream {
     pub(super) fn is_unix(&self) -> bool {
-        matches!(self, Self::Unix(_))
+        matches!(self, Self::Unix(..))
     }
 }
 
@@ -147,7 +151,12 @@ impl AsyncRead for Stream {
     ) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
-            Self::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Self::Unix(stream, authority) => {
+                let before = buffer.filled().len();
+                let read = Pin::new(stream).poll_read(cx, buffer);
+                authority.filter(&mut buffer.filled_mut()[before..]);
+                read
+            }
         }
     }
 }
@@ -160,7 +169,7 @@ impl AsyncWrite for Stream {
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
-            Self::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Self::Unix(stream, _) => Pin::new(stream).poll_write(cx, bytes),
         }
     }
 
@@ -171,7 +180,7 @@ impl AsyncWrite for Stream {
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
-            Self::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+            Self::Unix(stream, _) => Pin::new(stream).poll_write_vectored(cx, slices),
         }
     }
 
@@ -183,14 +192,14 @@ impl AsyncWrite for Stream {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
-            Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Unix(stream, _) => Pin::new(stream).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
-            Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Unix(stream, _) => Pin::new(stream).poll_shutdown(cx),
         }
     }
 }

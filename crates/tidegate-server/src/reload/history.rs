@@ -28,7 +28,7 @@ pub(crate) struct LastReload {
 }
 
 /// Reason why a configuration was not loaded, without secrets.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub(crate) struct ReloadError {
     message: String,
     file: String,

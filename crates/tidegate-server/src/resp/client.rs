@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use axum::body::Bytes;
+
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError};
 use super::reply::{Protocol, Reply, Writer};
 use super::request::{self, QuotaCache, Request};
+use super::transaction::Transaction;
 use crate::api::token;
 use crate::config::Secret;
 use crate::listener::{Peer, Step};
@@ -34,6 +37,10 @@ pub(super) struct Client {
     pub(super) protocol: Protocol,
     user: Option<User>,
     quotas: QuotaCache,
+    /// Commands since `MULTI`.
+    transaction: Option<Transaction>,
+    /// Commands of an `EXEC` that are still to be run.
+    pub(super) executing: Bytes,
 }
 
 /// User that a client has authenticated as.
@@ -56,10 +63,12 @@ impl Client {
             protocol: Protocol::default(),
             user: None,
             quotas: QuotaCache::default(),
+            transaction: None,
+            executing: Bytes::new(),
         }
     }
 
-    /// Handles a command that decides nothing, and returns whether to close the connection.
+    /// Handles a command that decides nothing or waits for `EXEC`, and returns the next step.
     pub(super) fn handle(
         &mut self,
         active: &ActiveConfig,
@@ -67,22 +76,55 @@ impl Client {
         replies: &mut Vec<u8>,
     ) -> Step {
         let Some(name) = arguments.get(0) else { return Step::Read };
-        let Some(command) = Command::find(name) else {
-            self.write(&Reply::Error(command::unknown(name)), replies);
-            return Step::Read;
-        };
-        self.counters().count(command);
+        let found = Command::find(name);
         let mut writer = Writer { bytes: replies, protocol: self.protocol };
-        match self.answer(active, command, arguments, &mut writer) {
-            Ok(step) => step,
-            Err(error) => {
-                self.write(&Reply::Error(error), replies);
-                Step::Read
+        let answered = match found {
+            None => self.abort(command::unknown(name)),
+            Some(command) if self.transaction.is_some() && command.is_queued() => {
+                self.queue(active, command, arguments, &mut writer)
             }
-        }
+            Some(command) => {
+                self.counters().count(command);
+                self.answer(active, command, arguments, &mut writer)
+            }
+        };
+        answered.unwrap_or_else(|error| {
+            let is_expected = found.is_some_and(Command::is_handshake)
+                && !error.starts_with("NOAUTH")
+                && !error.starts_with("WRONGPASS");
+            if !is_expected {
+                self.counters().count_error();
+            }
+            Writer { bytes: replies, protocol: self.protocol }.error(&error);
+            Step::Read
+        })
     }
 
-    /// Returns the query of a command that decides, or its error; `None` for other commands.
+    /// Queues a command for `EXEC`.
+    fn queue(
+        &mut self,
+        active: &ActiveConfig,
+        command: Command,
+        arguments: Arguments<'_, '_>,
+        writer: &mut Writer<'_>,
+    ) -> Result<Step, String> {
+        let checked = self.check(active, command, arguments);
+        let transaction = self.transaction.get_or_insert_default();
+        match checked.and_then(|()| transaction.push(arguments)) {
+            Ok(()) => writer.simple("QUEUED"),
+            Err(error) => return self.abort(error),
+        }
+        Ok(Step::Read)
+    }
+
+    /// Aborts the transaction, if there is one, because of an error.
+    fn abort(&mut self, error: String) -> Result<Step, String> {
+        self.transaction.iter_mut().for_each(Transaction::abort);
+        Err(error)
+    }
+
+    /// Returns the query of a command that decides, or its error; `None` for other commands, and
+    /// for those that wait for `EXEC`.
     pub(super) fn request<'a>(
         &mut self,
         active: &ActiveConfig,
@@ -90,12 +132,12 @@ impl Client {
     ) -> Option<Result<Request<'a>, String>> {
         let command = Command::find(arguments.get(0)?)?;
         let action = request::action(command)?;
-        self.counters().count(command);
-        if let Err(error) = self.check_access(active, command) {
-            return Some(Err(error));
+        if self.transaction.is_some() {
+            return None;
         }
-        if !command.accepts(arguments.len()) {
-            return Some(Err(command.usage_error()));
+        self.counters().count(command);
+        if let Err(error) = self.check(active, command, arguments) {
+            return Some(Err(error));
         }
         Some(request::parse(command, action, arguments, &mut self.quotas))
     }
@@ -126,10 +168,7 @@ impl Client {
         arguments: Arguments<'_, '_>,
         writer: &mut Writer<'_>,
     ) -> Result<Step, String> {
-        self.check_access(active, command)?;
-        if !command.accepts(arguments.len()) {
-            return Err(command.usage_error());
-        }
+        self.check(active, command, arguments)?;
         let argument = |index| arguments.get(index).unwrap_or_default();
         match command {
             Command::Ping if arguments.len() > 2 => return Err(command.usage_error()),
@@ -147,6 +186,7 @@ impl Client {
             Command::ResetSession => {
                 self.protocol = Protocol::default();
                 self.user = None;
+                self.transaction = None;
                 self.name.clear();
                 writer.protocol = self.protocol;
                 writer.simple("RESET");
@@ -165,6 +205,25 @@ impl Client {
             Command::Commands => describe(arguments, writer)?,
             Command::Config => settings(arguments, writer)?,
             Command::Info => writer.bulk(self.info()),
+            Command::Readonly | Command::Readwrite => writer.simple("OK"),
+            Command::Multi if self.transaction.is_some() => {
+                return Err("ERR MULTI calls can not be nested: send EXEC or DISCARD first".into());
+            }
+            Command::Multi => {
+                self.transaction = Some(Transaction::default());
+                writer.simple("OK");
+            }
+            Command::Discard => {
+                self.transaction.take().ok_or("ERR DISCARD without MULTI")?;
+                writer.simple("OK");
+            }
+            Command::Exec => {
+                let transaction = self.transaction.take().ok_or("ERR EXEC without MULTI")?;
+                let (count, commands) = transaction.finish()?;
+                writer.array(count);
+                self.executing = commands.into();
+                return Ok(Step::Flush);
+            }
             Command::Acquire
             | Command::Peek
             | Command::Refund
@@ -174,6 +233,17 @@ impl Client {
             | Command::CrabThrottle => {}
         }
         Ok(Step::Read)
+    }
+
+    /// Returns an error unless the client may use a command, and it has enough arguments.
+    fn check(
+        &self,
+        active: &ActiveConfig,
+        command: Command,
+        arguments: Arguments<'_, '_>,
+    ) -> Result<(), String> {
+        self.check_access(active, command)?;
+        if command.accepts(arguments.len()) { Ok(()) } else { Err(command.usage_error()) }
     }
 
     /// Returns an error unless the client may use a command. Only an administrator may reset
@@ -297,7 +367,10 @@ impl Client {
                 writer.simple("OK");
             }
             // The name and version of the client's library are of no use here.
-            (b"SETINFO", 4) | (b"NO-EVICT" | b"NO-TOUCH", 3) => writer.simple("OK"),
+            // Nothing that a client caches can change, so tracking needs no messages.
+            (b"SETINFO", 4) | (b"NO-EVICT" | b"NO-TOUCH", 3) | (b"TRACKING", 3..) => {
+                writer.simple("OK");
+            }
             (b"GETNAME", 2) => writer.bulk(&self.name),
             (b"ID", 2) => writer.integer(i64::try_from(self.id).unwrap_or(i64::MAX)),
             (b"INFO", 2) => {

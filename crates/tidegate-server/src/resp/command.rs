@@ -19,11 +19,16 @@ pub(super) enum Command {
     Client,
     Commands,
     Config,
+    Discard,
     Echo,
+    Exec,
     Hello,
     Info,
+    Multi,
     Ping,
     Quit,
+    Readonly,
+    Readwrite,
     ResetSession,
     Select,
 }
@@ -44,11 +49,12 @@ struct Entry {
 /// Longest name.
 const MAX_NAME: usize = 12;
 
-const COMMANDS: [Entry; 18] = [
+const COMMANDS: [Entry; 23] = [
     Entry {
         command: Command::Acquire,
         name: "TG.ACQUIRE",
-        arguments: "policy key [COST n] | KEY key QUOTA algorithm limit window [BURST b] [COST n]",
+        arguments: "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
+                    [BURST b] [COST n] [WITHNAMES]",
         summary: "Decides a request and, if it is allowed, charges its units.",
         arity: -3,
         key: 2,
@@ -56,7 +62,8 @@ const COMMANDS: [Entry; 18] = [
     Entry {
         command: Command::Peek,
         name: "TG.PEEK",
-        arguments: "policy key [COST n] | KEY key QUOTA algorithm limit window [BURST b] [COST n]",
+        arguments: "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
+                    [BURST b] [COST n] [WITHNAMES]",
         summary: "Returns the decision of TG.ACQUIRE without a charge.",
         arity: -3,
         key: 2,
@@ -64,8 +71,8 @@ const COMMANDS: [Entry; 18] = [
     Entry {
         command: Command::Refund,
         name: "TG.REFUND",
-        arguments: "policy key AGE ms [COST n] | KEY key QUOTA algorithm limit window AGE ms \
-                    [BURST b] [COST n]",
+        arguments: "policy key AGE ms [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
+                    AGE ms [BURST b] [COST n] [WITHNAMES]",
         summary: "Returns the units of an earlier charge of this age.",
         arity: -5,
         key: 2,
@@ -73,7 +80,8 @@ const COMMANDS: [Entry; 18] = [
     Entry {
         command: Command::Report,
         name: "TG.REPORT",
-        arguments: "policy key [COST n] | KEY key QUOTA algorithm limit window [BURST b] [COST n]",
+        arguments: "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
+                    [BURST b] [COST n] [WITHNAMES]",
         summary: "Records units that were used already, even beyond the limit.",
         arity: -3,
         key: 2,
@@ -81,7 +89,8 @@ const COMMANDS: [Entry; 18] = [
     Entry {
         command: Command::Reset,
         name: "TG.RESET",
-        arguments: "policy key | KEY key QUOTA algorithm limit window [BURST b]",
+        arguments: "policy key [WITHNAMES] | KEY key QUOTA algorithm limit window [BURST b] \
+                    [WITHNAMES]",
         summary: "Deletes the count of a key.",
         arity: -3,
         key: 2,
@@ -113,7 +122,8 @@ const COMMANDS: [Entry; 18] = [
     Entry {
         command: Command::Client,
         name: "CLIENT",
-        arguments: "GETNAME | HELP | ID | INFO | SETINFO attribute value | SETNAME name",
+        arguments: "GETNAME | HELP | ID | INFO | SETINFO attribute value | SETNAME name | \
+                    TRACKING ON|OFF …",
         summary: "Names the connection.",
         arity: -2,
         key: 0,
@@ -135,11 +145,27 @@ const COMMANDS: [Entry; 18] = [
         key: 0,
     },
     Entry {
+        command: Command::Discard,
+        name: "DISCARD",
+        arguments: "",
+        summary: "Forgets the commands after MULTI.",
+        arity: 1,
+        key: 0,
+    },
+    Entry {
         command: Command::Echo,
         name: "ECHO",
         arguments: "message",
         summary: "Returns the message.",
         arity: 2,
+        key: 0,
+    },
+    Entry {
+        command: Command::Exec,
+        name: "EXEC",
+        arguments: "",
+        summary: "Runs the commands after MULTI.",
+        arity: 1,
         key: 0,
     },
     Entry {
@@ -159,6 +185,14 @@ const COMMANDS: [Entry; 18] = [
         key: 0,
     },
     Entry {
+        command: Command::Multi,
+        name: "MULTI",
+        arguments: "",
+        summary: "Starts to queue commands for EXEC.",
+        arity: 1,
+        key: 0,
+    },
+    Entry {
         command: Command::Ping,
         name: "PING",
         arguments: "[message]",
@@ -172,6 +206,22 @@ const COMMANDS: [Entry; 18] = [
         arguments: "",
         summary: "Closes the connection.",
         arity: -1,
+        key: 0,
+    },
+    Entry {
+        command: Command::Readonly,
+        name: "READONLY",
+        arguments: "",
+        summary: "Does nothing: there are no replicas.",
+        arity: 1,
+        key: 0,
+    },
+    Entry {
+        command: Command::Readwrite,
+        name: "READWRITE",
+        arguments: "",
+        summary: "Does nothing: there are no replicas.",
+        arity: 1,
         key: 0,
     },
     Entry {
@@ -215,11 +265,16 @@ impl Command {
             b"CLIENT" => Self::Client,
             b"COMMAND" => Self::Commands,
             b"CONFIG" => Self::Config,
+            b"DISCARD" => Self::Discard,
             b"ECHO" => Self::Echo,
+            b"EXEC" => Self::Exec,
             b"HELLO" => Self::Hello,
             b"INFO" => Self::Info,
+            b"MULTI" => Self::Multi,
             b"PING" => Self::Ping,
             b"QUIT" => Self::Quit,
+            b"READONLY" => Self::Readonly,
+            b"READWRITE" => Self::Readwrite,
             b"RESET" => Self::ResetSession,
             b"SELECT" => Self::Select,
             _ => return None,
@@ -253,15 +308,23 @@ impl Command {
     pub(super) fn is_public(self) -> bool {
         matches!(self, Self::Auth | Self::Hello | Self::Quit | Self::ResetSession)
     }
+
+    /// Returns whether the command waits for `EXEC` after a `MULTI`.
+    pub(super) fn is_queued(self) -> bool {
+        let is_control = matches!(self, Self::Multi | Self::Exec | Self::Discard);
+        !is_control && !matches!(self, Self::Quit | Self::ResetSession)
+    }
+
+    /// Returns whether clients try forms of the command to learn what a server supports.
+    pub(super) fn is_handshake(self) -> bool {
+        matches!(self, Self::Client | Self::Commands | Self::Config | Self::Hello)
+    }
 }
 
 /// Returns the error for an unknown command, which names the supported ones.
 pub(super) fn unknown(name: &[u8]) -> String {
     let hint = match name.to_ascii_uppercase().as_slice() {
-        b"MULTI" | b"EXEC" | b"DISCARD" | b"WATCH" => {
-            "transactions are not supported, because each command is atomic; use a pipeline \
-             without one (redis-py: pipeline(transaction=False)); "
-        }
+        b"WATCH" | b"UNWATCH" => "there is nothing to watch, because each command is atomic; ",
         b"EVAL" | b"EVALSHA" | b"SCRIPT" | b"FCALL" => "scripts are not needed: use TG.ACQUIRE; ",
         b"GET" | b"SET" | b"DEL" | b"INCR" | b"EXPIRE" => "Tidegate stores no other keys; ",
         _ => "",
@@ -308,14 +371,20 @@ pub(super) fn write_info<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item 
             continue;
         };
         let Entry { name, arity, key, .. } = command.entry();
-        writer.array(6);
+        writer.array(10);
         writer.bulk(name.to_ascii_lowercase());
         writer.integer(*arity);
-        writer.array(1);
+        writer.set(1);
         writer.simple("fast");
         writer.integer(*key);
         writer.integer(*key);
         writer.integer(i64::from(*key > 0));
+        writer.set(1);
+        writer.simple("@fast");
+        // No tips, no other positions of keys, and no descriptions of subcommands.
+        for _ in 0..3 {
+            writer.array(0);
+        }
     }
 }
 

@@ -60,6 +60,7 @@ fn decision_reply(request: &Request<'_>, decisions: &PolicyDecisions<'_>) -> Rep
         Target::Throttle(dialect, quota) => {
             Reply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))
         }
+        _ if request.with_names => Reply::NamedDecision(DecisionReply::new(decisions)),
         _ => Reply::Decision(DecisionReply::new(decisions)),
     }
 }

@@ -24,8 +24,11 @@ impl Protocol {
 /// Reply of a command that decides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Reply {
-    /// Reply of the `TG.` commands.
+    /// Reply of the `TG.` commands: an array in both versions, because the client's library
+    /// chooses the version.
     Decision(DecisionReply),
+    /// The same with the names of its fields: a map, which is a flat array in RESP2.
+    NamedDecision(DecisionReply),
     /// Five numbers of `CL.THROTTLE` or `THROTTLE`, an array in both versions.
     Numbers([i64; 5]),
     /// Error with its code, such as `ERR`.
@@ -59,10 +62,22 @@ impl DecisionReply {
             delay_ms: millis_rounded_up(binding.delay),
         }
     }
+
+    /// Returns the fields with their names, in the order of the reply.
+    fn fields(&self) -> [(&'static str, u64); 6] {
+        [
+            ("allowed", u64::from(self.allowed)),
+            ("limit", self.limit),
+            ("remaining", self.remaining),
+            ("retry_after_ms", self.retry_after_ms),
+            ("reset_after_ms", self.reset_after_ms),
+            ("delay_ms", self.delay_ms),
+        ]
+    }
 }
 
-/// Maximum length of a decision, with the names of its fields.
-const MAX_DECISION_BYTES: usize = 256;
+/// Maximum length of a decision without the names of its fields: six numbers of 20 digits.
+const MAX_DECISION_BYTES: usize = 160;
 
 /// Writer of replies.
 pub(super) struct Writer<'a> {
@@ -74,6 +89,7 @@ impl Writer<'_> {
     pub(super) fn reply(&mut self, reply: &Reply) {
         match reply {
             Reply::Decision(decision) => self.decision(decision),
+            Reply::NamedDecision(decision) => self.named_decision(decision),
             Reply::Numbers(numbers) => {
                 self.array(numbers.len());
                 for number in numbers {
@@ -85,35 +101,24 @@ impl Writer<'_> {
     }
 
     fn decision(&mut self, decision: &DecisionReply) {
-        let DecisionReply { allowed, limit, remaining, .. } = *decision;
-        let DecisionReply { retry_after_ms, reset_after_ms, delay_ms, .. } = *decision;
+        let [(_, allowed), rest @ ..] = decision.fields();
         self.bytes.reserve(MAX_DECISION_BYTES);
-        // Each name has a length that the compiler knows, so writing it needs no call.
-        match self.protocol {
-            Protocol::Resp2 => {
-                self.bytes.extend_from_slice(b"*6\r\n:");
-                self.digits(u64::from(allowed));
-                for number in [limit, remaining, retry_after_ms, reset_after_ms, delay_ms] {
-                    self.bytes.extend_from_slice(b"\r\n:");
-                    self.digits(number);
-                }
-            }
-            Protocol::Resp3 => {
-                self.bytes.extend_from_slice(b"%6\r\n$7\r\nallowed\r\n:");
-                self.digits(u64::from(allowed));
-                self.bytes.extend_from_slice(b"\r\n$5\r\nlimit\r\n:");
-                self.digits(limit);
-                self.bytes.extend_from_slice(b"\r\n$9\r\nremaining\r\n:");
-                self.digits(remaining);
-                self.bytes.extend_from_slice(b"\r\n$14\r\nretry_after_ms\r\n:");
-                self.digits(retry_after_ms);
-                self.bytes.extend_from_slice(b"\r\n$14\r\nreset_after_ms\r\n:");
-                self.digits(reset_after_ms);
-                self.bytes.extend_from_slice(b"\r\n$8\r\ndelay_ms\r\n:");
-                self.digits(delay_ms);
-            }
+        self.bytes.extend_from_slice(b"*6\r\n:");
+        self.digits(allowed);
+        for (_, number) in rest {
+            self.bytes.extend_from_slice(b"\r\n:");
+            self.digits(number);
         }
         self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    fn named_decision(&mut self, decision: &DecisionReply) {
+        let fields = decision.fields();
+        self.map(fields.len());
+        for (name, number) in fields {
+            self.bulk(name);
+            self.integer(i64::try_from(number).unwrap_or(i64::MAX));
+        }
     }
 
     #[inline]
@@ -147,6 +152,14 @@ impl Writer<'_> {
         match self.protocol {
             Protocol::Resp2 => self.header(b'*', 2 * length),
             Protocol::Resp3 => self.header(b'%', length),
+        }
+    }
+
+    /// Starts a set, which is an array in RESP2.
+    pub(super) fn set(&mut self, length: usize) {
+        match self.protocol {
+            Protocol::Resp2 => self.header(b'*', length),
+            Protocol::Resp3 => self.header(b'~', length),
         }
     }
 

@@ -21,10 +21,12 @@ pub(super) struct Request<'a> {
     pub(super) cost: Option<u64>,
     /// Age of the charge to be refunded, in milliseconds.
     pub(super) age_ms: Option<u64>,
+    /// Whether the reply has the names of its fields.
+    pub(super) with_names: bool,
 }
 
 impl Request<'_> {
-    /// Returns a hash of everything but the key. Equal requests have equal answers in any order.
+    /// Returns a hash of everything that is decided but the key. Equal requests have equal answers in any order.
     pub(super) fn identity(&self, hasher: &impl BuildHasher) -> u64 {
         let (kind, policy, quota) = match &self.target {
             Target::Policy(policy) => (0, *policy, 0),
@@ -139,9 +141,15 @@ fn query<'a>(
     }
     let mut options = Options::default();
     let mut index = first_option;
+    let mut with_names = false;
     while index < arguments.len() {
-        options.set(command, has_quota, argument(index)?, argument(index + 1)?)?;
-        index += 2;
+        if is_word(index, "WITHNAMES") {
+            with_names = true;
+            index += 1;
+        } else {
+            options.set(command, has_quota, argument(index)?, argument(index + 1)?)?;
+            index += 2;
+        }
     }
     if command == Command::Refund && options.age_ms.is_none() {
         return Err(format!("ERR a refund needs the age of its charge: {}", command.usage()));
@@ -162,7 +170,7 @@ fn query<'a>(
         Target::Policy(text(arguments, 1, "policy")?)
     };
     let key = text(arguments, 2, "key")?;
-    Ok(Request { action, key, target, cost: options.cost, age_ms: options.age_ms })
+    Ok(Request { action, key, target, cost: options.cost, age_ms: options.age_ms, with_names })
 }
 
 #[derive(Debug, Default)]
@@ -238,7 +246,7 @@ fn throttle<'a>(
     let is_peek = quantity == 0 || quantity > quota.burst();
     let action = if is_peek { Action::Peek } else { Action::Acquire };
     let target = Target::Throttle(dialect, quota);
-    Ok(Request { action, key, target, cost: Some(quantity), age_ms: None })
+    Ok(Request { action, key, target, cost: Some(quantity), age_ms: None, with_names: false })
 }
 
 /// Returns an argument, which the command has, as text.

@@ -34,6 +34,13 @@ impl RespSession {
     }
 }
 
+#[cfg(test)]
+impl RespSession {
+    pub(super) fn metrics(&self) -> &super::RespCounters {
+        &self.client.state.metrics.resp
+    }
+}
+
 impl Drop for RespSession {
     fn drop(&mut self) {
         self.client.state.metrics.resp.close();
@@ -44,13 +51,20 @@ impl Session for RespSession {
     async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>) -> Step {
         // A reload in the middle of a pipeline takes effect after it.
         let active = self.client.state.active_guard();
+        // The commands of an `EXEC` come before the rest of the input.
+        let executing = std::mem::take(&mut self.client.executing);
+        let commands = if executing.is_empty() { input.bytes() } else { &executing };
         let (handled, step) = if self.client.state.backend.redis().is_none() {
-            self.handle_in_order(&active, input.bytes(), replies)
+            self.handle_in_order(&active, commands, replies)
         } else {
-            Box::pin(self.handle_jointly(&active, input.bytes(), replies)).await
+            Box::pin(self.handle_jointly(&active, commands, replies)).await
         };
-        input.consume(handled);
-        step
+        if executing.is_empty() {
+            input.consume(handled);
+            return step;
+        }
+        self.client.executing = executing.slice(handled..);
+        Step::Flush
     }
 }
 
@@ -87,11 +101,10 @@ impl RespSession {
             match client.request(active, arguments) {
                 Some(Ok(request)) => client.write(&decide_at_once(active, &request), replies),
                 Some(Err(error)) => client.write(&Reply::Error(error), replies),
-                None => {
-                    if client.handle(active, arguments, replies) == Step::Close {
-                        return (handled, Step::Close);
-                    }
-                }
+                None => match client.handle(active, arguments, replies) {
+                    Step::Read => {}
+                    step => return (handled, step),
+                },
             }
         }
         (handled, Step::Flush)
@@ -109,6 +122,9 @@ impl RespSession {
         let mut handled = 0;
         let mut step = Step::Flush;
         for _ in 0..MAX_COMMANDS_PER_TURN {
+            if replies.len() >= MAX_REPLY_BYTES {
+                break;
+            }
             let rest = &input[handled..];
             let (length, is_inline) = match parser.parse(rest) {
                 Ok(Parsed::Incomplete) => {
@@ -131,10 +147,10 @@ impl RespSession {
                         let reply = decide_or_reject(active, request).await;
                         client.write(&reply, replies);
                     }
-                    None if client.handle(active, arguments, replies) == Step::Close => {
-                        return (handled, Step::Close);
-                    }
-                    None => {}
+                    None => match client.handle(active, arguments, replies) {
+                        Step::Read => {}
+                        step => return (handled, step),
+                    },
                 }
                 continue;
             }
@@ -148,8 +164,9 @@ impl RespSession {
                 continue;
             }
             group.finish(client, replies).await;
-            if client.handle(active, arguments, replies) == Step::Close {
-                return (handled, Step::Close);
+            match client.handle(active, arguments, replies) {
+                Step::Read => {}
+                step => return (handled, step),
             }
         }
         group.finish(client, replies).await;

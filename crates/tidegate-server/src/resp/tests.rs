@@ -38,10 +38,26 @@ impl Conversation {
         let mut input = Input::new(1 << 20);
         input.push(bytes);
         let mut replies = Vec::new();
-        let handled = self.session.handle(&mut input, &mut replies);
-        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let step = runtime.block_on(handled);
+        let step = self.step(&mut input, &mut replies);
         (String::from_utf8(replies).expect("only text in these tests"), step)
+    }
+
+    /// Sends lines, and returns all replies, their line breaks as spaces.
+    fn finish(&mut self, lines: &str) -> String {
+        let mut input = Input::new(1 << 20);
+        input.push(format!("{lines}\r\n").as_bytes());
+        let mut all = Vec::new();
+        while self.step(&mut input, &mut all) == Step::Flush {}
+        String::from_utf8(all).expect("text").trim_end().replace("\r\n", " ")
+    }
+
+    /// Handles input once, and appends the replies.
+    fn step(&mut self, input: &mut Input, all: &mut Vec<u8>) -> Step {
+        let mut replies = Vec::new();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        let step = runtime.block_on(self.session.handle(input, &mut replies));
+        all.extend(replies);
+        step
     }
 
     /// Sends a line and returns the reply, its line breaks as spaces.
@@ -61,7 +77,7 @@ fn future_of_a_session_is_small() {
 }
 
 #[test]
-fn decisions_are_arrays_in_resp2_and_maps_in_resp3() {
+fn decisions_are_the_same_arrays_in_both_versions() {
     let mut client = Conversation::new(POLICIES);
     assert_eq!(client.ask("TG.ACQUIRE per-user ann"), "*6 :1 :2 :1 :0 :60000 :0");
     assert_eq!(client.ask("tg.peek per-user ann"), "*6 :1 :2 :0 :0 :60000 :0");
@@ -70,16 +86,134 @@ fn decisions_are_arrays_in_resp2_and_maps_in_resp3() {
     assert_eq!(client.ask("TG.RESET per-user ann"), "*6 :1 :2 :2 :0 :0 :0");
     assert!(client.ask("HELLO 3").starts_with("%7 $6 server $5 redis"));
     client.clock.advance(Duration::from_millis(100));
-    assert_eq!(
-        client.ask("TG.ACQUIRE per-user ann COST 2"),
-        "%6 $7 allowed :1 $5 limit :2 $9 remaining :0 $14 retry_after_ms :0 \
-         $14 reset_after_ms :60000 $8 delay_ms :0"
-    );
-    assert!(client.ask("TG.REFUND per-user ann AGE 0").contains("remaining :1"));
+    assert_eq!(client.ask("TG.ACQUIRE per-user ann COST 2"), "*6 :1 :2 :0 :0 :60000 :0");
+    assert_eq!(client.ask("TG.REFUND per-user ann AGE 0"), "*6 :1 :2 :1 :0 :60000 :0");
+    assert!(client.ask("CL.THROTTLE ann 1 1 1").starts_with("*5 :0"));
     // A policy in shadow mode denies nothing.
     client.ask("HELLO 2");
     client.ask("TG.ACQUIRE observed ann");
     assert_eq!(client.ask("TG.ACQUIRE observed ann"), "*6 :1 :1 :0 :0 :60000 :0");
+}
+
+#[test]
+fn names_of_fields_are_on_request() {
+    let mut client = Conversation::new(POLICIES);
+    let named = "$7 allowed :1 $5 limit :2 $9 remaining :1 $14 retry_after_ms :0 \
+                 $14 reset_after_ms :60000 $8 delay_ms :0";
+    for (version, start) in [("2", "*12"), ("3", "%6")] {
+        client.ask(&format!("HELLO {version}"));
+        for options in ["WITHNAMES COST 1", "COST 1 withnames"] {
+            client.ask("TG.RESET per-user ann");
+            let reply = client.ask(&format!("TG.ACQUIRE per-user ann {options}"));
+            assert_eq!(reply, format!("{start} {named}"));
+        }
+        let reset = client.ask("TG.RESET per-user ann WITHNAMES");
+        assert!(reset.starts_with(&format!("{start} $7 allowed :1")), "{reset}");
+    }
+    let quota = client.ask("TG.ACQUIRE KEY ann QUOTA token-bucket 10 1s WITHNAMES BURST 3");
+    assert!(quota.starts_with("%6 $7 allowed :1 $5 limit :3"), "{quota}");
+}
+
+#[test]
+fn transaction_is_queued_and_run() {
+    let mut client = Conversation::new(POLICIES);
+    for (line, reply) in [
+        ("MULTI", "+OK"),
+        ("TG.ACQUIRE per-user ann", "+QUEUED"),
+        ("", ""),
+        ("TG.ACQUIRE per-user ann COST x", "+QUEUED"),
+        ("ECHO 'a b'", "+QUEUED"),
+        ("HELLO 3", "+QUEUED"),
+        ("DISCARD", "+OK"),
+        ("TG.PEEK per-user ann", "*6 :1 :2 :1 :0 :60000 :0"),
+        ("MULTI", "+OK"),
+        ("MULTI", "-ERR MULTI calls can not be nested: send EXEC or DISCARD first"),
+        ("TG.ACQUIRE per-user ann", "+QUEUED"),
+        ("TG.ACQUIRE per-user ann COST x", "+QUEUED"),
+        ("ECHO 'a b'", "+QUEUED"),
+    ] {
+        assert_eq!(client.ask(line), reply, "{line}");
+    }
+    let reply = client.finish("EXEC\r\nPING\r\nMULTI\r\nEXEC\r\nTG.PEEK per-user ann");
+    let expected = "*3 *6 :1 :2 :1 :0 :60000 :0 -ERR COST 'x' is not a whole number from 0 to \
+                    18446744073709551615 $3 a b +PONG +OK *0 *6 :1 :2 :0 :0 :60000 :0";
+    assert_eq!(reply, expected, "an error of one command leaves the others");
+    for line in ["EXEC", "DISCARD"] {
+        assert_eq!(client.ask(line), format!("-ERR {line} without MULTI"));
+    }
+}
+
+#[test]
+fn rejected_command_aborts_the_transaction() {
+    let tokens = "auth: {api_token: secret, admin_token: root}\n";
+    let mut client = Conversation::new(&format!("{tokens}{POLICIES}"));
+    assert!(client.ask("MULTI").starts_with("-NOAUTH"));
+    client.ask("AUTH secret");
+    let long = format!("ECHO {}", "x".repeat(60_000));
+    for (rejected, error) in [
+        ("GET a", "-ERR unknown command 'GET'"),
+        ("WATCH a", "-ERR unknown command 'WATCH': there is nothing to watch"),
+        ("TG.ACQUIRE per-user", "-ERR wrong number of arguments for 'tg.acquire'"),
+        ("TG.RESET per-user ann", "-NOPERM"),
+        (&long, "-ERR the transaction has more than 131072 bytes"),
+    ] {
+        assert_eq!(client.ask("MULTI"), "+OK");
+        assert_eq!(client.ask("TG.ACQUIRE per-user ann"), "+QUEUED");
+        let replies = (0..4).map(|_| client.ask(rejected)).collect::<Vec<_>>();
+        assert!(replies.iter().any(|reply| reply.starts_with(error)), "{replies:?}");
+        assert_eq!(client.ask("TG.ACQUIRE per-user ann"), "+QUEUED");
+        assert!(client.ask("EXEC").starts_with("-EXECABORT Transaction discarded"));
+    }
+    assert!(client.ask("TG.PEEK per-user ann").starts_with("*6 :1 :2 :1 "), "no charge");
+    client.ask("MULTI");
+    assert_eq!(client.ask("RESET"), "+RESET");
+    assert!(client.ask("EXEC").starts_with("-NOAUTH"), "RESET ends a transaction, too");
+}
+
+#[test]
+fn long_transaction_is_answered_in_parts() {
+    let mut client = Conversation::new(POLICIES);
+    let docs = client.finish("COMMAND DOCS").len();
+    client.finish(&format!("MULTI{}", "\r\nCOMMAND DOCS".repeat(4_000)));
+    let (mut input, mut replies) = (Input::new(1 << 20), Vec::new());
+    input.push(b"EXEC\r\nPING\r\n");
+    let mut total = 0;
+    while client.step(&mut input, &mut replies) == Step::Flush {
+        assert!(replies.len() < 80_000, "{} bytes", replies.len());
+        total += replies.len();
+        replies.clear();
+    }
+    assert!(total > 4_000 * docs, "{total} bytes");
+    assert!(replies.ends_with(b"+PONG\r\n"));
+}
+
+#[test]
+fn errors_of_handshakes_are_not_counted() {
+    let tokens = "auth: {api_token: secret}\n";
+    let mut client = Conversation::new(&format!("{tokens}{POLICIES}"));
+    let errors = |client: &Conversation| client.session.metrics().errors();
+    client.ask("AUTH secret");
+    for line in [
+        "CLIENT MAINT_NOTIFICATIONS ON",
+        "CLIENT TRACKINGINFO",
+        "HELLO 4",
+        "HELLO 3 UNKNOWN option",
+        "COMMAND GETKEYS",
+        "CONFIG SET a b",
+    ] {
+        assert!(client.ask(line).starts_with('-'), "{line}");
+    }
+    assert_eq!(errors(&client), 0);
+    for (count, line) in [
+        (1, "HELLO 3 AUTH default wrong"),
+        (2, "GET a"),
+        (3, "TG.ACQUIRE per-usr ann"),
+        (4, "AUTH wrong"),
+        (5, "SELECT 1"),
+    ] {
+        assert!(client.ask(line).starts_with('-'), "{line}");
+        assert_eq!(errors(&client), count, "{line}");
+    }
 }
 
 #[test]
@@ -155,7 +289,8 @@ fn errors_say_what_would_be_right() {
         ("CL.THROTTLE ann 1 1 99999999999999999999", "-ERR", "is not a whole number"),
         ("CL.THROTTLE ann 18446744073709551615 1 1", "-ERR quota", "from 1 to"),
         ("GET user:1", "-ERR unknown command 'GET'", "TG.ACQUIRE, TG.PEEK"),
-        ("MULTI", "-ERR unknown command 'MULTI'", "pipeline(transaction=False)"),
+        ("WATCH a", "-ERR unknown command 'WATCH'", "nothing to watch"),
+        ("TG.ACQUIRE per-user ann WITHNAMES COST", "-ERR wrong number", "[WITHNAMES]"),
         ("SELECT 1", "-ERR DB index is out of range", "database 0"),
         ("PING a b", "-ERR wrong number of arguments for 'ping'", "PING [message]"),
         ("HELLO 4", "-NOPROTO", "2 or 3"),
@@ -185,8 +320,14 @@ fn clients_connect_as_usual() {
         ("CLIENT GETNAME", "$8 worker-1"),
         ("CONFIG GET save appendonly", "*4 $10 appendonly $2 no $4 save $0"),
         ("CONFIG GET no-such-setting", "*0"),
-        ("COMMAND COUNT", ":18"),
-        ("COMMAND INFO cl.throttle nothing", "*2 *6 $11 cl.throttle :-5 *1 +fast :1 :1 :1 $-1"),
+        ("CLIENT TRACKING ON OPTIN", "+OK"),
+        ("READONLY", "+OK"),
+        ("READWRITE", "+OK"),
+        ("COMMAND COUNT", ":23"),
+        (
+            "COMMAND INFO cl.throttle nothing",
+            "*2 *10 $11 cl.throttle :-5 *1 +fast :1 :1 :1 *1 +@fast *0 *0 *0 $-1",
+        ),
         ("RESET", "+RESET"),
         ("CLIENT GETNAME", "$0"),
     ] {
@@ -218,7 +359,7 @@ fn tokens_are_passwords() {
     }
     assert!(client.ask("PING").starts_with("-NOAUTH"), "a wrong token gives no access");
     assert!(client.ask("HELLO 3 AUTH default secret SETNAME me").starts_with("%7"));
-    assert!(client.ask("TG.ACQUIRE per-user ann").starts_with("%6"));
+    assert!(client.ask("TG.ACQUIRE per-user ann").starts_with("*6"));
     let denied = client.ask("TG.RESET per-user ann");
     assert!(denied.starts_with("-NOPERM") && denied.contains("auth.admin_token"), "{denied}");
     for line in ["AUTH root", "AUTH admin root"] {
@@ -328,6 +469,7 @@ fn fuzz_sessions_answer_any_bytes() {
     let seeds = [
         "*3\r\n$10\r\nTG.ACQUIRE\r\n$8\r\nper-user\r\n$3\r\nann\r\nPING\r\n",
         "TG.REFUND KEY a QUOTA token-bucket 1 1s BURST 1 COST 1 AGE 1\r\nHELLO 3 AUTH a b\r\n",
+        "MULTI\r\nPING\r\nTG.ACQUIRE per-user ann WITHNAMES\r\nEXEC\r\nMULTI\r\nDISCARD\r\n",
         "CL.THROTTLE a 1 2 3 4\r\nTHROTTLE a 1 2 3 4\r\nCOMMAND DOCS\r\nINFO\r\nCLIENT INFO\r\n",
     ];
     let pieces = [
@@ -347,6 +489,9 @@ fn fuzz_sessions_answer_any_bytes() {
         "0 ",
         "1s ",
         "AUTH ",
+        "MULTI\r\n",
+        "EXEC\r\n",
+        "WITHNAMES ",
         "CL.THROTTLE ",
         "CONFIG GET *\r\n",
         "leaky-bucket ",
@@ -357,8 +502,10 @@ fn fuzz_sessions_answer_any_bytes() {
         let mut input = Input::new(1 << 20);
         input.push(bytes);
         let mut replies = Vec::new();
-        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let step = runtime.block_on(client.session.handle(&mut input, &mut replies));
+        let mut step = Step::Flush;
+        while step == Step::Flush {
+            step = client.step(&mut input, &mut replies);
+        }
         assert!(replies.is_empty() || replies.ends_with(b"\r\n"));
         if step == Step::Close {
             let is_error = replies.windows(20).any(|part| part == b"-ERR Protocol error:");

@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
-use super::support::Service;
+use super::support::{Service, request};
 
 /// Directory with the sockets of a service.
 struct Sockets(tempfile::TempDir);
@@ -206,4 +206,107 @@ fn gateway_on_a_unix_socket_trusts_forwarded_addresses_if_configured() {
         };
         assert_eq!([send("192.0.2.1"), send("192.0.2.2")], expected, "{trusted:?}");
     }
+}
+
+/// The C core of gRPC sends the percent-encoded path of the socket as `:authority`.
+#[test]
+fn grpc_client_of_the_c_core_calls_the_rate_limit_service() {
+    let sockets = Sockets::new();
+    let policy = "policies:\n  - {name: edge, match: {domain: edge}, limit: 2, window: 1h}\n";
+    let _service = Service::start(&format!("{}{policy}", sockets.listen()));
+    // A request for the domain `edge` with one descriptor, and the code of its response.
+    let client = r"
+import sys, grpc
+channel = grpc.insecure_channel(sys.argv[1])
+call = channel.unary_unary('/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit')
+request = b'\n\x04edge\x12\x08\n\x06\n\x01k\x12\x01v'
+print([call(request, timeout=20)[:2].hex() for _ in range(3)])
+";
+    let python = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/python");
+    let output = Command::new(python)
+        .args(["-c", client, &sockets.address("grpc")])
+        .output()
+        .expect("run `make setup`");
+    let error = String::from_utf8_lossy(&output.stderr);
+    let codes = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(codes.trim(), "['0801', '0801', '0802']", "two are OK, one is over limit: {error}");
+}
+
+/// Starts a gateway to a Unix socket, with the admin listener on TCP.
+fn gateway_to(socket: &Path) -> Service {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let config = format!("listen: {{admin: '127.0.0.1:0', gateway: '127.0.0.1:0'}}\n{POLICY}");
+    fs::write(&file, config).expect("written");
+    Service::gateway_on(folder, &["--upstream", &format!("unix:{}", socket.display())])
+}
+
+/// Answers every request on a connection with its own head.
+fn echo(mut stream: std::os::unix::net::UnixStream) {
+    let mut buffer = [0; 4096];
+    while let Ok(length @ 1..) = stream.read(&mut buffer) {
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
+        let _ = stream.write_all(&[head.as_bytes(), &buffer[..length]].concat());
+    }
+}
+
+#[test]
+fn gateway_forwards_to_a_unix_socket() {
+    let sockets = Sockets::new();
+    let path = sockets.path("app");
+    let listener = std::os::unix::net::UnixListener::bind(&path).expect("bound");
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            std::thread::spawn(|| echo(stream));
+        }
+    });
+    let service = gateway_to(&path);
+    let get = || request(&service.http, "GET", "/a?b=c", &[], b"");
+    let host = format!("host: {}\r\n", service.http);
+    for _ in 0..3 {
+        let response = get();
+        assert_eq!(response.status, 200);
+        assert!(response.body.starts_with("GET /a?b=c HTTP/1.1\r\n"), "{}", response.body);
+        assert!(response.body.to_lowercase().contains(&host), "{response:?}");
+    }
+    let label = format!("upstream=\"unix:{}\"", path.display());
+    let metrics = service.admin("/metrics").body;
+    let line = format!("tidegate_upstream_responses_total{{{label},code=\"2xx\"}} 3");
+    assert!(metrics.contains(&line), "{line} is not in\n{metrics}");
+    assert!(service.admin("/readyz").body.contains(&format!("unix:{}", path.display())));
+
+    let service = gateway_to(&sockets.path("none"));
+    assert_eq!(request(&service.http, "GET", "/", &[], b"").status, 502);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn gateway_waits_for_room_in_the_queue_of_a_unix_socket() {
+    let sockets = Sockets::new();
+    let path = sockets.path("app");
+    let socket = tokio::net::UnixSocket::new_stream().expect("a socket");
+    socket.bind(&path).expect("bound");
+    let listener = socket.listen(1).expect("listening");
+    let service = gateway_to(&path);
+    // Connections that are not accepted fill the queue.
+    let mut waiting = Vec::new();
+    while let Ok(stream) = tokio::net::UnixStream::connect(&path).await {
+        assert!(waiting.len() < 1_000, "the queue has no end");
+        waiting.push(stream);
+    }
+    let address = service.http.clone();
+    let response = tokio::task::spawn_blocking(move || request(&address, "GET", "/", &[], b""));
+    service.wait_until("the request is in flight", |service| {
+        let metrics = service.admin("/metrics").body;
+        metrics.lines().any(|line| {
+            line.starts_with("tidegate_upstream_requests_in_flight{") && line.ends_with(" 1")
+        })
+    });
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let stream = stream.into_std().expect("a stream");
+            stream.set_nonblocking(false).expect("a socket");
+            std::thread::spawn(|| echo(stream));
+        }
+    });
+    assert_eq!(response.await.expect("no panic").status, 200);
 }

@@ -1,4 +1,4 @@
-//! Real clients: redis-py, ioredis, node-redis, redis-cli and redis-benchmark.
+//! Real clients in their newest versions, with their default options.
 
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
@@ -24,18 +24,17 @@ pub(crate) fn tool(name: &str) -> Command {
     command
 }
 
-/// Runs a scenario in a language, once per version of the protocol.
-fn scenario(program: &str, file: &str) {
-    for protocol in ["2", "3"] {
-        let (service, address) = start(&format!("auth: {{api_token: secret}}\n{POLICIES}"));
-        let (_, port) = address.rsplit_once(':').expect("a port");
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/resp").join(file);
-        let mut command = tool(program);
-        command.arg(path).args([port, protocol]);
-        let output = output(command);
-        assert!(output.contains("ok\n"), "{program}, RESP{protocol}: {output}");
-        assert_eq!(metric(&service, "tidegate_panics_total"), 0);
-    }
+/// Runs a scenario with the arguments after the port: the client, and the protocol unless the
+/// client chooses it.
+fn scenario(program: &str, file: &str, arguments: &[&str]) {
+    let (service, address) = start(&format!("auth: {{api_token: secret}}\n{POLICIES}"));
+    let (_, port) = address.rsplit_once(':').expect("a port");
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/resp").join(file);
+    let mut command = tool(program);
+    command.arg(path).arg(port).args(arguments);
+    let output = output(command);
+    assert!(output.contains("ok\n"), "{program} {arguments:?}: {output}");
+    assert_eq!(metric(&service, "tidegate_panics_total"), 0);
 }
 
 fn output(mut command: Command) -> String {
@@ -49,12 +48,66 @@ fn output(mut command: Command) -> String {
 
 #[test]
 fn redis_py_runs_the_scenario() {
-    scenario("python", "scenario.py");
+    for protocol in [&[][..], &["2"], &["3"]] {
+        scenario("python", "scenario.py", &[&["redis"], protocol].concat());
+    }
 }
 
 #[test]
-fn ioredis_and_node_redis_run_the_scenario() {
-    scenario("node", "scenario.js");
+fn valkey_py_and_valkey_glide_run_the_scenario() {
+    scenario("python", "scenario.py", &["valkey"]);
+    scenario("python", "scenario_glide.py", &[]);
+}
+
+#[test]
+fn ioredis_and_iovalkey_run_the_scenario() {
+    for arguments in [&["ioredis"][..], &["ioredis", "2"], &["iovalkey"]] {
+        scenario("node", "scenario.js", arguments);
+    }
+}
+
+#[test]
+fn node_redis_runs_the_scenario() {
+    for protocol in [&[][..], &["2"], &["3"]] {
+        scenario("node", "scenario.js", &[&["redis"], protocol].concat());
+    }
+}
+
+/// Clients try what a server supports when they connect. That is no reason for an alert.
+#[test]
+fn connecting_counts_no_error() {
+    let python = "import sys, redis, valkey
+for module in (redis, valkey):
+    assert module.Redis(port=int(sys.argv[1])).ping()";
+    let node = "const port = Number(process.argv[1]);
+(async () => {
+  for (const name of ['ioredis', 'iovalkey']) {
+    const client = new (require(name))(port);
+    await client.ping();
+    await client.quit();
+  }
+  const client = require('redis').createClient({ socket: { port } });
+  await client.connect();
+  await client.close();
+})();";
+    let glide = "import asyncio, sys
+from glide import GlideClient, GlideClientConfiguration, NodeAddress
+async def main():
+    address = NodeAddress('127.0.0.1', int(sys.argv[1]))
+    client = await GlideClient.create(GlideClientConfiguration([address]))
+    await client.ping()
+    await client.close()
+asyncio.run(main())";
+    let (service, address) = start(POLICIES);
+    let (_, port) = address.rsplit_once(':').expect("a port");
+    for (program, flag, text) in
+        [("python", "-c", python), ("node", "-e", node), ("python", "-c", glide)]
+    {
+        let mut command = tool(program);
+        command.args([flag, text, port]);
+        output(command);
+        assert_eq!(metric(&service, "tidegate_resp_errors_total"), 0, "{text}");
+    }
 }
 
 fn redis_cli(address: &str, words: &[&str]) -> String {
@@ -70,7 +123,9 @@ fn redis_cli_works_as_it_is() {
     assert_eq!(redis_cli(&address, &["PING"]), "PONG\n");
     assert!(redis_cli(&address, &["TG.ACQUIRE", "per-user", "ann"]).starts_with("1\n3\n2\n"));
     let reply = redis_cli(&address, &["-3", "TG.ACQUIRE", "per-user", "ann"]);
-    assert!(reply.starts_with("allowed 1\nlimit 3\nremaining 1\n"), "{reply}");
+    assert!(reply.starts_with("1\n3\n1\n"), "{reply}");
+    let reply = redis_cli(&address, &["-3", "TG.ACQUIRE", "per-user", "ann", "WITHNAMES"]);
+    assert!(reply.starts_with("allowed 1\nlimit 3\nremaining 0\n"), "{reply}");
     assert_eq!(redis_cli(&address, &["CL.THROTTLE", "u", "15", "30", "60"]), "0\n16\n15\n-1\n2\n");
     assert_eq!(redis_cli(&address, &["THROTTLE", "w", "10", "100", "60"]), "1\n10\n9\n1\n0\n");
     assert!(redis_cli(&address, &["INFO"]).contains("redis_version:"));

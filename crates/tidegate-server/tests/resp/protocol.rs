@@ -15,7 +15,7 @@ fn decisions_are_those_of_the_other_front_doors() {
     assert_eq!(service.acquire(&body).json()["remaining"], 1);
     assert!(matches!(client.ask(&["HELLO", "3"]), Reply::Map(_)));
     let reply = client.ask(&["TG.ACQUIRE", "per-user", "ann"]);
-    assert!(matches!(&reply, Reply::Map(fields) if fields[0].0 == Reply::Bulk("allowed".into())));
+    assert!(matches!(reply, Reply::Array(_)), "the same array in both versions: {reply:?}");
     assert_eq!(reply.integers()[..3], [1, 3, 0]);
     let denied = client.ask(&["TG.ACQUIRE", "per-user", "ann"]).integers();
     assert_eq!(denied[..3], [0, 3, 0]);

@@ -1,6 +1,6 @@
 //! The door on a real Redis: pipelines share calls, and an outage follows the failure modes.
 
-use crate::client::{Client, command};
+use crate::client::{Client, Reply, command};
 use crate::start;
 use crate::support::Redis;
 
@@ -66,6 +66,33 @@ fn commands_on_one_key_are_decided_in_their_order() {
         client.reply();
         assert_eq!(allowed(&mut client), 1, "round {round}: all are left");
     }
+}
+
+#[test]
+fn transaction_is_one_call_to_redis() {
+    let redis = Redis::start();
+    let (_service, address) = start(&config(&redis));
+    let mut client = Client::connect(&address);
+    let calls = (0..20).map(|round| {
+        let before = redis.calls_of("evalsha");
+        let mut commands = command(&["MULTI"]);
+        for number in 0..100 {
+            commands.extend(command(&["TG.ACQUIRE", "wide", &format!("{round}-{number}")]));
+        }
+        commands.extend([command(&["EXEC"]), command(&["PING"])].concat());
+        client.send(&commands);
+        assert_eq!(client.reply(), Reply::Simple("OK".to_owned()));
+        for _ in 0..100 {
+            assert_eq!(client.reply(), Reply::Simple("QUEUED".to_owned()));
+        }
+        let Reply::Array(replies) = client.reply() else { panic!("not an array") };
+        let remaining: Vec<i64> = replies.iter().map(|reply| reply.integers()[2]).collect();
+        assert_eq!(remaining, [999_999; 100]);
+        assert_eq!(client.reply(), Reply::Simple("PONG".to_owned()));
+        redis.calls_of("evalsha") - before
+    });
+    let calls: Vec<u64> = calls.collect();
+    assert_eq!(calls.iter().min(), Some(&1), "calls for 100 commands: {calls:?}");
 }
 
 #[test]

@@ -1,27 +1,30 @@
-// The scenario of the test for Node.js: scenario.js PORT PROTOCOL
+// The scenario of the tests for Node.js: scenario.js PORT CLIENT [PROTOCOL]
 //
-// ioredis speaks RESP2, so RESP3 is tested with node-redis.
+// CLIENT is ioredis, iovalkey or redis. Without a protocol, the client chooses one.
 const assert = require("node:assert/strict");
 
-const [port, protocol] = process.argv.slice(2).map(Number);
+const [name, protocol] = process.argv.slice(3);
+const port = Number(process.argv[2]);
 
 /** Connects with one of the clients, behind the same functions. */
-async function connect(password, name) {
-  if (protocol === 2) {
-    const Redis = require("ioredis");
-    const options = { port, password, connectionName: name, connectTimeout: 20000 };
+async function connect(password, connectionName) {
+  if (name !== "redis") {
+    const Redis = require(name);
+    const options = { port, password, connectionName, connectTimeout: 20000 };
+    if (protocol) options.protocol = Number(protocol);
     const client = new Redis({ ...options, ...(password ? {} : { retryStrategy: null }) });
     client.on("error", () => {});
+    const run = async (pipeline, commands) => {
+      commands.forEach((words) => pipeline.call(...words));
+      return (await pipeline.exec()).map(([error, reply]) => {
+        assert.equal(error, null);
+        return reply;
+      });
+    };
     return {
       call: (...words) => client.call(...words),
-      pipeline: async (commands) => {
-        const pipeline = client.pipeline();
-        commands.forEach((words) => pipeline.call(...words));
-        return (await pipeline.exec()).map(([error, reply]) => {
-          assert.equal(error, null);
-          return reply;
-        });
-      },
+      pipeline: (commands) => run(client.pipeline(), commands),
+      transaction: (commands) => run(client.multi(), commands),
       reconnect: async () => client.disconnect(true),
       close: () => (password ? client.quit() : client.disconnect()),
     };
@@ -29,16 +32,16 @@ async function connect(password, name) {
   const { createClient } = require("redis");
   const reconnectStrategy = password ? 50 : false;
   const socket = { port, reconnectStrategy };
-  const client = createClient({ RESP: 3, socket, password, name });
+  const options = protocol ? { RESP: Number(protocol) } : {};
+  const client = createClient({ ...options, socket, password, name: connectionName });
   client.on("error", () => {});
   await client.connect();
+  const queue = (commands) =>
+    commands.reduce((multi, words) => multi.addCommand(words), client.multi());
   return {
     call: (...words) => client.sendCommand(words.map(String)),
-    pipeline: (commands) => {
-      const pipeline = client.multi();
-      commands.forEach((words) => pipeline.addCommand(words));
-      return pipeline.execAsPipeline();
-    },
+    pipeline: (commands) => queue(commands).execAsPipeline(),
+    transaction: (commands) => queue(commands).exec(),
     reconnect: async () => {
       client.destroy();
       await client.connect();
@@ -47,9 +50,10 @@ async function connect(password, name) {
   };
 }
 
-function numbers(reply) {
-  assert.equal(Array.isArray(reply), protocol === 2);
-  return protocol === 2 ? reply : Object.values(reply);
+/** Returns the field of a reply with names: a map, an object, or a flat array. */
+function field(reply, name) {
+  if (Array.isArray(reply)) return reply[reply.indexOf(name) + 1];
+  return reply instanceof Map ? reply.get(name) : reply[name];
 }
 
 async function main() {
@@ -65,11 +69,13 @@ async function main() {
   const client = await connect("secret", "scenario");
   assert.equal(await client.call("PING"), "PONG");
   assert.equal(await client.call("CLIENT", "GETNAME"), "scenario");
-  const ask = async (...words) => numbers(await client.call(...words));
+  const ask = (...words) => client.call(...words);
   assert.deepEqual((await ask("TG.ACQUIRE", "per-user", "ann")).slice(0, 3), [1, 3, 2]);
   assert.deepEqual((await ask("TG.PEEK", "per-user", "ann")).slice(0, 3), [1, 3, 1]);
   const refund = await ask("TG.REFUND", "per-user", "ann", "AGE", "9000");
   assert.deepEqual(refund.slice(0, 3), [1, 3, 3]);
+  const named = await ask("TG.PEEK", "per-user", "ann", "WITHNAMES");
+  assert.equal(field(named, "remaining"), 2);
   const report = await ask("TG.REPORT", "per-user", "ann", "COST", "9");
   assert.deepEqual(report.slice(0, 3), [0, 3, 0]);
   const denied = await ask("TG.ACQUIRE", "per-user", "ann");
@@ -79,13 +85,16 @@ async function main() {
   assert.deepEqual(await client.call("THROTTLE", "w", 1, 1, 3600), [1, 1, 0, 3600, 0]);
   await assert.rejects(client.call("TG.ACQUIRE", "per-usr", "ann"), /per-user/);
 
-  const commands = Array.from({ length: 1000 }, () => ["TG.ACQUIRE", "wide", "pipeline"]);
-  const replies = (await client.pipeline(commands)).map(numbers);
-  assert.equal(replies.length, 1000);
-  let left = Infinity;
-  for (const reply of replies) {
-    assert.ok(reply[0] === 1 && reply[2] <= left);
-    left = reply[2];
+  for (const kind of ["pipeline", "transaction"]) {
+    const commands = Array.from({ length: 1000 }, () => ["TG.ACQUIRE", "wide", kind]);
+    const replies = await client[kind](commands);
+    assert.equal(replies.length, 1000);
+    let left = Infinity;
+    for (const reply of replies) {
+      assert.ok(reply[0] === 1 && reply[2] <= left);
+      left = reply[2];
+    }
+    assert.equal(left, 1_000_000 - 1000);
   }
 
   // Reconnects: the connection is closed in between.

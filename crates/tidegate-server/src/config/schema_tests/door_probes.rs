@@ -303,6 +303,7 @@ pub(super) const DOOR_PROBES: [Probe; 41] = [
             "[]",
             "null",
             r#"["http://127.0.0.1:3000", "https://h/base/", "h2c://[::1]:50051", "h2://h", "HTTP://h"]"#,
+            r#"["unix:/run/app.sock", "unix:/run/a@b:c.sock"]"#,
         ],
         invalid: &[
             r#"["h:3000"]"#,
@@ -314,6 +315,8 @@ pub(super) const DOOR_PROBES: [Probe; 41] = [
             r#"["http://h:99999"]"#,
             r#"["http://h h"]"#,
             r#"["H2C://h"]"#,
+            r#"["unix:app.sock"]"#,
+            r#"["UNIX:/run/app.sock"]"#,
             r#"["http://[zz]"]"#,
             r#"["http://h:"]"#,
             r#"["/a"]"#,

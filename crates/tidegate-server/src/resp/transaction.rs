@@ -1,0 +1,50 @@
+//! Commands between `MULTI` and `EXEC`. They are kept as they were received, and `EXEC` runs them
+//! as a pipeline: each decides on its own, and those of other clients may come in between.
+
+use super::frame::Arguments;
+use super::reply::{Protocol, Writer};
+
+/// Maximum length of the commands of a transaction, with their framing: some 2,500 decisions.
+const MAX_QUEUED_BYTES: usize = 128 * 1024;
+
+/// Commands that wait for `EXEC`.
+#[derive(Debug, Default)]
+pub(super) struct Transaction {
+    commands: Vec<u8>,
+    count: usize,
+    is_aborted: bool,
+}
+
+impl Transaction {
+    /// Adds a command. One that is too long aborts the transaction.
+    pub(super) fn push(&mut self, arguments: Arguments<'_, '_>) -> Result<(), String> {
+        if self.is_aborted {
+            return Ok(());
+        }
+        let mut writer = Writer { bytes: &mut self.commands, protocol: Protocol::Resp2 };
+        writer.array(arguments.len());
+        arguments.from(0).for_each(|argument| writer.bulk(argument));
+        self.count += 1;
+        if self.commands.len() > MAX_QUEUED_BYTES {
+            return Err(format!(
+                "ERR the transaction has more than {MAX_QUEUED_BYTES} bytes: send several, or a \
+                 pipeline without MULTI"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Forgets all commands: `EXEC` will fail.
+    pub(super) fn abort(&mut self) {
+        *self = Self { is_aborted: true, ..Self::default() };
+    }
+
+    /// Returns the number of the commands, and the commands.
+    pub(super) fn finish(self) -> Result<(usize, Vec<u8>), String> {
+        if self.is_aborted {
+            let error = "EXECABORT Transaction discarded because of previous errors.";
+            return Err(error.to_owned());
+        }
+        Ok((self.count, self.commands))
+    }
+}
