@@ -339,7 +339,8 @@ impl Quota {
         Self { limit, burst, drain, ..self.clone() }.with_precomputed()
     }
 
-    /// Returns this quota with the capacity that reports can fill, to read a count beyond the burst.
+    /// Returns this quota with the capacity that reports can fill, to read a count beyond its
+    /// burst.
     #[cfg(feature = "resilience")]
     pub(crate) fn with_overdraft(&self) -> Self {
         let burst = self.max_level();

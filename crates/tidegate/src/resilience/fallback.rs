@@ -44,8 +44,8 @@ mod settlement;
 /// all of them end with the store's error. A cost above the instance's share is denied.
 ///
 /// * A refund of units that were admitted locally and are not charged to the store yet is made
-///   locally, whether the store fails or not. Any other refund is made in the store, and returns its
-///   error.
+///   locally, whether the store fails or not. Any other refund is made in the store, and returns
+///   its error.
 /// * A report is recorded locally in full, and is a debt, too.
 /// * A reset also deletes the local count and the debt. If the store fails, the reset returns its
 ///   error, because the store's count still exists.
@@ -57,15 +57,15 @@ mod settlement;
 ///
 /// # Lost answers
 ///
-/// After [`StoreError::AnswerLost`] the store may have counted the call. A call that may have run is
-/// never made again, so that nothing is charged or returned twice:
+/// After [`StoreError::AnswerLost`] the store may have counted the call. A call that may have run
+/// is never made again, so that nothing is charged or returned twice:
 ///
 /// * A refund counts as made: the caller gets the error, and no unit is returned elsewhere.
 /// * A report counts as made, and so does the settlement of a debt.
-/// * An acquire may have been denied. So it is decided locally, and if it is admitted, its units are
-///   a debt like those of any local decision: the store may count the units of a lost call twice,
-///   and then denies earlier, but never admits more. The key is decided locally until this debt is
-///   settled, so that no further call is lost for it.
+/// * An acquire may have been denied. So it is decided locally, and if it is admitted, its units
+///   are a debt like those of any local decision: the store may count the units of a lost call
+///   twice, and then denies earlier, but never admits more. The key is decided locally until this
+///   debt is settled, so that no further call is lost for it.
 ///
 /// ```
 /// use std::time::Duration;
