@@ -163,7 +163,8 @@ impl Metrics {
     }
 
     pub(crate) fn count_store_error(&self, error: &StoreError) {
-        let kind = match error {
+        // A lost answer is counted by its reason.
+        let kind = match error.reason() {
             StoreError::Full { .. } => 0,
             StoreError::Timeout(_) => 1,
             StoreError::Unreachable(_) => 2,

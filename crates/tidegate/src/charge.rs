@@ -294,6 +294,7 @@ pub(crate) struct OwnedCharge {
     quota: Quota,
     cost: u64,
     charged_at: Timestamp,
+    on_store_failure: OnStoreFailure,
 }
 
 #[cfg(feature = "resilience")]
@@ -305,6 +306,7 @@ impl OwnedCharge {
             quota: charge.quota().clone(),
             cost: charge.cost(),
             charged_at: charge.charged_at(),
+            on_store_failure: charge.on_store_failure(),
         }
     }
 
@@ -313,5 +315,6 @@ impl OwnedCharge {
             .with_policy(&self.policy)
             .with_cost(self.cost)
             .with_charged_at(self.charged_at)
+            .with_on_store_failure(self.on_store_failure)
     }
 }

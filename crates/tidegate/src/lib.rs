@@ -203,6 +203,7 @@ pub mod layer;
 // Used by all steps:
 mod clock;
 mod enum_names;
+mod join;
 #[cfg(feature = "resilience")]
 mod random;
 #[cfg(feature = "testing")]

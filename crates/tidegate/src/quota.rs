@@ -328,14 +328,28 @@ impl Quota {
         &self.default_policy
     }
 
-    /// Returns this quota scaled down to another limit and burst, each at least 1 and no larger
-    /// than before. The default policy name stays the same.
+    /// Returns this quota scaled to another limit and burst, each at least 1 and no larger than
+    /// [`max_level`](Self::max_level). The default policy name stays the same.
     #[cfg(feature = "resilience")]
     pub(crate) fn scaled_to(&self, limit: u64, burst: u64) -> Self {
         let drain = mul_div_ceil(burst, self.window, limit);
         // Rounding can push a quota at the maximum drain time just beyond it.
         let (burst, drain) = if drain > MAX_DRAIN { (limit, self.window) } else { (burst, drain) };
         Self { limit, burst, drain, ..self.clone() }.with_precomputed()
+    }
+
+    /// Returns this quota with the capacity that reports can fill, to read a count beyond its
+    /// burst.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn with_overdraft(&self) -> Self {
+        let burst = self.max_level();
+        let limit = match self.algorithm {
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.limit,
+            Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => burst,
+        };
+        let wider = self.scaled_to(limit, burst);
+        // A bucket with the longest drain time has no larger one of the same rate.
+        if wider.burst == burst { wider } else { self.clone() }
     }
 
     /// Returns the numbers of a bucket for 64-bit arithmetic.

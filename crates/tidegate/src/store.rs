@@ -185,12 +185,16 @@ pub enum StoreError {
         /// Maximum number of keys.
         cap: usize,
     },
-    /// No answer in time. The charge may have been spent.
+    /// No answer in time. The call has not run: it was not sent, or it came too late to run.
     #[error("no answer from the store within {0:?}")]
     Timeout(Duration),
-    /// The store cannot be reached.
+    /// The store cannot be reached. The call was not sent.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
+    /// The call was sent, and its answer was lost: it did not arrive in time, or the connection
+    /// failed. The call may have run, so it must not be made again. The source is the reason.
+    #[error("the answer was lost, so the call may have run: {0}")]
+    AnswerLost(Arc<StoreError>),
     /// The store answered with an error.
     #[error("the store refused: {0}")]
     Refused(String),
@@ -204,4 +208,28 @@ pub enum StoreError {
     /// The address or an option of the store is wrong.
     #[error("{0}")]
     Misconfigured(String),
+}
+
+impl StoreError {
+    /// Returns the error of a call that failed for this reason after it was sent.
+    #[must_use]
+    pub fn answer_lost(self) -> Self {
+        Self::AnswerLost(Arc::new(self))
+    }
+
+    /// Returns whether the call may have run, so that it must not be made again.
+    #[must_use]
+    pub fn may_have_run(&self) -> bool {
+        matches!(self, Self::AnswerLost(_))
+    }
+
+    /// Returns the failure itself, without [`AnswerLost`](Self::AnswerLost) or
+    /// [`Open`](Self::Open) around it.
+    #[must_use]
+    pub fn reason(&self) -> &Self {
+        match self {
+            Self::AnswerLost(reason) | Self::Open(reason) => reason.reason(),
+            reason => reason,
+        }
+    }
 }

@@ -447,7 +447,8 @@ async fn a_call_that_timed_out_is_charged_at_most_once() {
     let charge = Charge::new("u", &quota);
     let _ = limiter.acquire(&charge).await.expect("decided");
     redis.signal("STOP");
-    assert_eq!(limiter.acquire(&charge).await, Err(Error::Store(StoreError::Timeout(timeout))));
+    let lost = Err(Error::Store(StoreError::Timeout(timeout).answer_lost()));
+    assert_eq!(limiter.acquire(&charge).await, lost);
     redis.signal("CONT");
     let observer = redis.limiter().await;
     let left = observer.peek(&charge).await.expect("decided").remaining + 1;

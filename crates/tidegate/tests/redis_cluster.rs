@@ -136,6 +136,40 @@ async fn the_first_node_is_refunded_when_the_second_does_not_answer() {
     cluster.nodes()[silent].signal("CONT");
 }
 
+/// The caller is cancelled before the second node answers, which charges nevertheless.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cancelled_request_on_several_nodes_leaves_no_units_charged() {
+    let cluster = Cluster::start();
+    let limiter = limiter(&cluster).await;
+    let quota = Quota::sliding_log(10, LONG).expect("valid");
+    let key = |name: &str| limiter.store().redis_key(&Charge::new(name, &quota));
+    let here = cluster.owner_of(&key("here"));
+    let there = (0..1_000)
+        .map(|number| format!("there-{number}"))
+        .find(|name| cluster.owner_of(&key(name)) != here);
+    let there = there.expect("a key on another node");
+    let charges = [Charge::new("here", &quota), Charge::new(&there, &quota)];
+    let paused = &cluster.nodes()[cluster.owner_of(&key(&there))];
+    let left = async |charge| limiter.peek(charge).await.expect("decided").remaining + 1;
+
+    paused.pause_writes();
+    let cancelled = tokio::spawn({
+        let (limiter, quota, there) = (limiter.clone(), quota.clone(), there.clone());
+        async move {
+            let charges = [Charge::new("here", &quota), Charge::new(&there, &quota)];
+            limiter.acquire_all(&charges).await
+        }
+    });
+    until("the first node has charged", async || left(&charges[0]).await == 9).await;
+    cancelled.abort();
+    assert!(cancelled.await.expect_err("aborted").is_cancelled());
+    paused.resume_writes();
+    // The connection keeps the order, so the second node has charged before it answers the peek.
+    for charge in &charges {
+        until("the units are refunded", async || left(charge).await == 10).await;
+    }
+}
+
 /// A slot migrates, key by key, to a new node while its keys are charged.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slot_migration_under_load_causes_no_error_and_loses_no_unit() {
@@ -286,16 +320,13 @@ async fn the_circuit_of_a_hanging_node_opens_and_no_other() {
         let _ = limiter.acquire(charge).await.expect("decided");
     }
     cluster.nodes()[hanging].signal("STOP");
-    let timeouts: Vec<_> = (0..5)
-        .map(|_| {
-            let (limiter, quota) = (limiter.clone(), quota.clone());
-            tokio::spawn(async move { limiter.acquire(&Charge::new("hanging", &quota)).await })
-        })
-        .collect();
-    for task in timeouts {
-        let error = task.await.expect("no panic").expect_err("it hangs");
-        assert_eq!(error, Error::Store(StoreError::Timeout(timeout)));
-    }
+    let lost = Error::Store(StoreError::Timeout(timeout).answer_lost());
+    assert_eq!(limiter.acquire(&hangs).await.expect_err("it hangs"), lost);
+    until("the circuit opens", async || {
+        let error = limiter.acquire(&hangs).await.expect_err("it hangs");
+        matches!(error, Error::Store(StoreError::Open(_)))
+    })
+    .await;
     let address = format!("127.0.0.1:{}", cluster.nodes()[hanging].port());
     for node in limiter.store().nodes() {
         assert_eq!(node.circuit.open, node.address == address, "{node:?}");

@@ -404,8 +404,8 @@ async fn each_caller_has_its_own_deadline_and_is_not_charged_after_it() {
         let (outcome, waited) = task.await.expect("no panic");
         // After the first timeouts the circuit is open, and rejects at once.
         let earliest = match outcome {
-            Err(Error::Store(StoreError::Timeout(TIMEOUT))) => TIMEOUT,
             Err(Error::Store(StoreError::Open(_))) => Duration::ZERO,
+            Err(Error::Store(error)) if *error.reason() == StoreError::Timeout(TIMEOUT) => TIMEOUT,
             outcome => panic!("{outcome:?}"),
         };
         assert!(
@@ -479,6 +479,37 @@ async fn a_failing_request_does_not_affect_the_others() {
     }
 }
 
+fn is_unreachable(error: &Error) -> bool {
+    matches!(error, Error::Store(error) if matches!(error.reason(), StoreError::Unreachable(_)))
+}
+
+/// A lost connection fails two calls, however many callers share them.
+#[tokio::test]
+async fn the_circuit_counts_calls_and_not_their_callers() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::fixed_window(1_000, LONG).expect("valid");
+    let request = || {
+        let (limiter, quota) = (limiter.clone(), quota.clone());
+        tokio::spawn(async move { limiter.acquire(&Charge::new("u", &quota)).await })
+    };
+    share_a_batch(&limiter).await;
+    redis.pause_writes();
+    let calls = redis.calls_of("evalsha");
+    let callers: Vec<_> = (0..20).map(|_| request()).collect();
+    run_ready_tasks().await;
+    redis.query::<i64>(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+    for caller in callers {
+        let error = caller.await.expect("no panic").expect_err("the connection was lost");
+        assert!(matches!(error, Error::Store(StoreError::AnswerLost(_))), "{error:?}");
+    }
+    redis.resume_writes();
+    assert_eq!(redis.calls_of("evalsha"), calls, "none has run");
+    let nodes = limiter.store().nodes();
+    assert_eq!(nodes[0].circuit.times_opened, 0, "{:?}", nodes[0].circuit);
+    until("decisions are made again", async || request().await.expect("no panic").is_ok()).await;
+}
+
 #[tokio::test]
 async fn connection_loss_fails_all_in_flight_calls() {
     let mut redis = Redis::start();
@@ -499,9 +530,7 @@ async fn connection_loss_fails_all_in_flight_calls() {
     for task in tasks {
         match task.await.expect("no panic") {
             Ok(decision) => decided += u64::from(decision.allowed),
-            Err(error) => {
-                assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}");
-            }
+            Err(error) => assert!(is_unreachable(&error), "{error}"),
         }
     }
     until("decisions are made again", async || {
@@ -554,7 +583,7 @@ fn waiters_get_an_error_when_the_runtime_of_the_store_ends() {
         for task in waiting {
             let decided = tokio::time::timeout(TEST_TIMEOUT, task).await.expect("in time");
             let error = decided.expect("no panic").expect_err("not sent");
-            assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error:?}");
+            assert!(is_unreachable(&error), "{error:?}");
         }
     });
 }

@@ -32,6 +32,7 @@ impl<S: Store> Target for StoreTarget<S> {
 fn kind(error: &Error) -> &'static str {
     let Error::Store(error) = error else { return "invalid" };
     match error {
+        StoreError::AnswerLost(reason) => kind(&Error::Store(StoreError::clone(reason))),
         StoreError::Full { .. } => "full",
         StoreError::Timeout(_) => "timeout",
         StoreError::Unreachable(_) => "unreachable",

@@ -12,11 +12,8 @@ use std::time::Duration;
 use tokio::runtime::{self, Handle, RuntimeFlavor};
 
 use super::{BlockingStore, Error};
-use crate::charge::Charge;
-use crate::clock::Timestamp;
+use crate::charge::{Charge, OwnedCharge};
 use crate::decision::Decision;
-use crate::policy::OnStoreFailure;
-use crate::quota::Quota;
 use crate::resilience::{DenyCache, Fallback};
 use crate::store::redis::RedisStore;
 use crate::store::{Action, SharedStore, Store, StoreError};
@@ -87,8 +84,8 @@ fn decide<S: Store + OnRuntime>(
     action: Action,
     charge: &Charge<'_>,
 ) -> Result<Decision, StoreError> {
-    let (owned, shared) = (OwnedCharge::new(charge), Arc::clone(store));
-    let call = async move { shared.decide(action, &owned.as_charge()).await };
+    let (owned, shared) = (OwnedCharge::of(charge), Arc::clone(store));
+    let call = async move { shared.decide(action, &owned.charge()).await };
     run_on(store.runtime(), store.call_timeout() + BUSY_TIMEOUT, call)?
 }
 
@@ -97,47 +94,13 @@ fn decide_all<S: Store + OnRuntime>(
     action: Action,
     charges: &[Charge<'_>],
 ) -> Result<Vec<Decision>, StoreError> {
-    let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::new).collect();
+    let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
     let shared = Arc::clone(store);
     let call = async move {
-        let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::as_charge).collect();
+        let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
         shared.decide_all(action, &charges).await
     };
     run_on(store.runtime(), store.call_timeout() + BUSY_TIMEOUT, call)?
-}
-
-/// Charge that a task can own.
-struct OwnedCharge {
-    key: String,
-    quota: Quota,
-    policy: Option<String>,
-    cost: u64,
-    charged_at: Timestamp,
-    on_store_failure: OnStoreFailure,
-}
-
-impl OwnedCharge {
-    fn new(charge: &Charge<'_>) -> Self {
-        Self {
-            key: charge.key().to_owned(),
-            quota: charge.quota().clone(),
-            policy: charge.explicit_policy().map(str::to_owned),
-            cost: charge.cost(),
-            charged_at: charge.charged_at(),
-            on_store_failure: charge.on_store_failure(),
-        }
-    }
-
-    fn as_charge(&self) -> Charge<'_> {
-        let charge = Charge::new(&self.key, &self.quota)
-            .with_cost(self.cost)
-            .with_charged_at(self.charged_at)
-            .with_on_store_failure(self.on_store_failure);
-        match &self.policy {
-            Some(policy) => charge.with_policy(policy),
-            None => charge,
-        }
-    }
 }
 
 /// Runs a future on a runtime and blocks this thread until it is done, at most for `timeout`.
@@ -163,7 +126,7 @@ pub(crate) fn run_on<T: Send + 'static>(
                                the async call there, or a store by connect_blocking";
                 return StoreError::Misconfigured(message.to_owned());
             }
-            StoreError::Timeout(timeout)
+            StoreError::Timeout(timeout).answer_lost()
         }
     })
 }

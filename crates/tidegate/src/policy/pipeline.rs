@@ -9,6 +9,7 @@ use super::decisions::is_denied;
 use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::{Clock, Timestamp};
+use crate::join::join_all;
 use crate::limiter::Error;
 use crate::store::{Action, Store, StoreError};
 
@@ -201,17 +202,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
     }
 
-    /// Sends refunds one by one, and returns whether all succeeded. A group would be atomic only on
-    /// one shard: if another shard failed, a fallback could not know which units were returned.
+    /// Sends refunds concurrently, and returns whether all succeeded within the timeout of a query.
+    /// Each is a call of its own: if one fails, a fallback must know which units were returned.
     pub(super) async fn refund_charges(&self, charges: Vec<Charge<'_>>) -> bool {
-        let mut succeeded = true;
-        for charge in charges {
-            if let Err(error) = self.limiter().decide(Action::Refund, &charge).await {
-                tracing::debug!(%error, "refund failed");
-                succeeded = false;
-            }
-        }
-        succeeded
+        let mut deadline = Deadline { at: self.deadline(), calls: 1 };
+        let refunds = charges.iter().map(|charge| self.limiter().decide(Action::Refund, charge));
+        let joined = async { join_all(refunds).await.into_iter().collect::<Result<Vec<_>, _>>() };
+        let refunded = self.with_deadline(&mut deadline, joined, |error| Err(error.into())).await;
+        refunded.inspect_err(|error| tracing::debug!(%error, "refund failed")).is_ok()
     }
 
     /// Awaits a call, at most until the deadline. After that, `fall_back` decides.
@@ -227,7 +225,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             None => call.await,
             Some(at) => {
                 let start = Instant::now();
-                let late = || fall_back(StoreError::Timeout(start.elapsed()));
+                let late = || fall_back(StoreError::Timeout(start.elapsed()).answer_lost());
                 timeout_at(at, self.limiter().store().clock(), call).await.unwrap_or_else(late)
             }
         }

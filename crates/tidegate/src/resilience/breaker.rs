@@ -22,10 +22,10 @@ use crate::store::{Action, SharedStore, Store, StoreError};
 ///
 /// The circuit opens after five failures in a row, or when at least five calls of the last second
 /// failed and they are half of its calls or more. A failure is [`StoreError::Timeout`],
-/// [`Unreachable`](StoreError::Unreachable) or [`Refused`](StoreError::Refused); any other error is
-/// an answer of a working store. While the circuit is open, calls return [`StoreError::Open`] with
-/// the last failure. Several times per second one call is made nevertheless; two successful ones in
-/// a row close the circuit.
+/// [`Unreachable`](StoreError::Unreachable), [`AnswerLost`](StoreError::AnswerLost) or
+/// [`Refused`](StoreError::Refused); any other error is an answer of a working store. While the
+/// circuit is open, calls return [`StoreError::Open`] with the last failure. Several times per
+/// second one call is made nevertheless; two successful ones in a row close the circuit.
 ///
 /// ```
 /// use std::time::Duration;
@@ -140,7 +140,10 @@ impl<S: Store> Breaker<S> {
             return Err(self.circuit.open_error());
         }
         let result = match self.timeout {
-            Some(limit) => timeout(limit, call).await.unwrap_or(Err(StoreError::Timeout(limit))),
+            Some(limit) => {
+                let lost = || Err(StoreError::Timeout(limit).answer_lost());
+                timeout(limit, call).await.unwrap_or_else(|_| lost())
+            }
             None => call.await,
         };
         let failure = failure(result.as_ref().map(|_| ()));

@@ -144,7 +144,7 @@ impl Circuit {
         }
         history.since = Instant::now();
         history.times_opened += 1;
-        history.last_error = Some(Arc::new(error.clone()));
+        history.last_error = Some(Arc::new(error.reason().clone()));
         history.successes = 0;
         history.next_probe = history.since + jittered(self.options.probe_interval);
         self.open.store(true, Ordering::Release);
@@ -173,7 +173,7 @@ impl Circuit {
         let mut history = self.history();
         if let Some(error) = failure {
             history.successes = 0;
-            history.last_error = Some(Arc::new(error.clone()));
+            history.last_error = Some(Arc::new(error.reason().clone()));
             return false;
         }
         history.successes += 1;
@@ -198,7 +198,10 @@ impl Circuit {
 /// Returns the error if it means that the store is unreachable or broken.
 pub(crate) fn failure(result: Result<(), &StoreError>) -> Option<&StoreError> {
     result.err().filter(|error| match error {
-        StoreError::Timeout(_) | StoreError::Unreachable(_) | StoreError::Refused(_) => true,
+        StoreError::Timeout(_)
+        | StoreError::Unreachable(_)
+        | StoreError::AnswerLost(_)
+        | StoreError::Refused(_) => true,
         StoreError::Full { .. }
         | StoreError::Misconfigured(_)
         | StoreError::Open(_)

@@ -13,13 +13,14 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 
-use self::ledger::{Debt, DebtLedger};
+use self::ledger::{Claims, Debt, DebtLedger};
 use self::outage::OutageState;
 use super::fleet::{Fleet, Heartbeat};
 use crate::algorithm::Algorithm;
-use crate::charge::Charge;
+use crate::charge::{Charge, OwnedCharge};
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
+use crate::join::join_all;
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -43,7 +44,9 @@ mod settlement;
 /// all of them end with the store's error. A cost above the instance's share is denied.
 ///
 /// * A refund of units that were admitted locally and are not charged to the store yet is made
-///   locally. Any other refund returns the store's error.
+///   locally, whether the store fails or not. Any other refund is made in the store, and returns
+///   its error.
+/// * A report is recorded locally in full, and is a debt, too.
 /// * A reset also deletes the local count and the debt. If the store fails, the reset returns its
 ///   error, because the store's count still exists.
 /// * [`StoreError::Full`] is the error of a memory store, which another memory store does not help:
@@ -54,11 +57,15 @@ mod settlement;
 ///
 /// # Lost answers
 ///
-/// After [`StoreError::Timeout`] the store may or may not have counted the call. The request is
-/// decided locally, and if it is admitted, its units become a debt, so the store may count them
-/// twice: at most the units of each lost call. The key is then decided locally until its debt is
-/// settled, so that no further call can count the debt again. Counting twice makes the store deny
-/// earlier; it never admits more.
+/// After [`StoreError::AnswerLost`] the store may have counted the call. A call that may have run
+/// is never made again, so that nothing is charged or returned twice:
+///
+/// * A refund counts as made: the caller gets the error, and no unit is returned elsewhere.
+/// * A report counts as made, and so does the settlement of a debt.
+/// * An acquire may have been denied. So it is decided locally, and if it is admitted, its units
+///   are a debt like those of any local decision: the store may count the units of a lost call
+///   twice, and then denies earlier, but never admits more. The key is decided locally until this
+///   debt is settled, so that no further call is lost for it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -89,7 +96,7 @@ struct FallbackCore<S> {
     store: Arc<S>,
     local: MemoryStore,
     fleet: Fleet,
-    ledger: DebtLedger,
+    ledger: Arc<DebtLedger>,
     outage: OutageState,
     counters: Counters,
 }
@@ -184,7 +191,7 @@ impl<S: SharedStore> Builder<S> {
             store,
             local: self.local.unwrap_or_default(),
             fleet,
-            ledger: DebtLedger::new(self.max_pending_debits),
+            ledger: Arc::new(DebtLedger::new(self.max_pending_debits)),
             outage: OutageState::new(),
             counters: Counters::default(),
         };
@@ -258,16 +265,26 @@ impl<S: SharedStore> Fallback<S> {
 }
 
 impl<S: SharedStore> FallbackCore<S> {
-    /// Calls the store. A request of a key in debt must also have room for its debt, which is
-    /// settled in the same call.
-    async fn call_store(
+    /// Decides while there are debts.
+    async fn decide_with_debts(
         self: &Arc<Self>,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        if self.ledger.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
-            return self.store.decide_all(action, charges).await;
+        match (action, charges) {
+            (Action::Acquire | Action::Peek, _) => self.settle_and_decide(action, charges).await,
+            (Action::Refund, [charge]) => Ok(vec![self.refund(charge).await?]),
+            _ => self.store.decide_all(action, charges).await,
         }
+    }
+
+    /// Acquires or peeks. A request of a key in debt must also have room for its debt, which is
+    /// settled in the same call.
+    async fn settle_and_decide(
+        self: &Arc<Self>,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let now = self.local.clock().now().as_micros();
         let Ok(mut claims) = self.ledger.claim(charges, now) else {
             return self.decide_without_store(action, charges);
@@ -290,26 +307,68 @@ impl<S: SharedStore> FallbackCore<S> {
             drop(claims);
             return self.decide_without_store(action, charges);
         }
-        // Until the answer is here the store may have counted the debts, even if this future is
-        // dropped.
-        let spends = action == Action::Acquire;
-        claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = spends);
-        let decided = self.store.decide_all(action, &with_debts).await;
-        let in_doubt = spends && decided.as_ref().is_err_and(may_have_run);
-        claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = in_doubt);
-        let mut decisions = decided?;
-        let all_allowed = decisions.iter().all(|decision| decision.allowed);
+        let owned: Vec<OwnedCharge> = with_debts.iter().map(OwnedCharge::of).collect();
+        let inner = Arc::clone(self);
+        let call = async move {
+            let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
+            let mut decided = inner.store.decide_all(action, &charges).await;
+            inner.on_answer_with_debts(action, &mut claims, &mut decided);
+            decided
+        };
+        // In a task, because the answer must reach the ledger even if this caller is cancelled.
+        match Handle::try_current() {
+            Ok(runtime) => runtime.spawn(call).await.unwrap_or_else(|error| {
+                Err(StoreError::Unreachable(error.to_string()).answer_lost())
+            }),
+            Err(_) => call.await,
+        }
+    }
+
+    /// Settles debts that an answer, or a lost one, has charged. If it denies, what remains is
+    /// without the debts.
+    fn on_answer_with_debts(
+        &self,
+        action: Action,
+        claims: &mut Claims,
+        decided: &mut Result<Vec<Decision>, StoreError>,
+    ) {
+        let is_settled = match decided {
+            Ok(decisions) => decisions.iter().all(|decision| decision.allowed),
+            Err(error) => error.may_have_run(),
+        };
         for claim in &mut claims.debts {
-            let decision = &mut decisions[claim.charge_index];
             let units = claim.debt.units;
-            if !all_allowed {
-                decision.remaining = decision.remaining.saturating_sub(units);
-            } else if spends {
+            if is_settled && action == Action::Acquire {
                 claim.debt.units = 0;
                 self.counters.settled.fetch_add(units, Ordering::Relaxed);
+            } else if let Ok(decisions) = decided
+                && !is_settled
+            {
+                let decision = &mut decisions[claim.charge_index];
+                decision.remaining = decision.remaining.saturating_sub(units);
             }
         }
-        Ok(decisions)
+    }
+
+    /// Refunds a charge: the units that are still owed by cancelling them, because the store does
+    /// not have them and others could spend what it returns, and the rest in the store.
+    async fn refund(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let owed = charge.with_cost(self.ledger.cancel(charge));
+        let rest = charge.with_cost(charge.cost() - owed.cost());
+        if owed.cost() == 0 {
+            return self.store.decide(Action::Refund, &rest).await;
+        }
+        if rest.cost() == 0 {
+            return self.refund_locally(&owed);
+        }
+        let refunded = self.store.decide(Action::Refund, &rest).await;
+        if refunded.as_ref().is_err_and(|error| !error.may_have_run()) {
+            // Nothing is refunded, so that the caller can try again.
+            self.owe(&owed, false);
+        } else {
+            let _ = self.refund_locally(&owed)?;
+        }
+        refunded
     }
 
     /// Decides by the failure policy although the store may be reachable: another task is settling
@@ -324,13 +383,18 @@ impl<S: SharedStore> FallbackCore<S> {
         self.decide_locally(action, charges, false)
     }
 
+    /// Adds the units of a charge that was admitted locally to the debts.
+    fn owe(&self, charge: &Charge<'_>, in_doubt: bool) {
+        let (now, store_now) = (self.local.clock().now(), self.store.clock().now());
+        self.ledger.add(charge, now.as_micros(), store_now, in_doubt);
+    }
+
     /// Returns the units of a debt that still count. Units that have left the window, or have
     /// drained, are not charged any more.
     fn unexpired_units(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
-        let quota = self.recording_quota(&charge);
-        let count =
-            self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(&quota).with_cost(0));
+        let quota = self.recording_quota(&charge).with_overdraft();
+        let count = self.local.decide_now(Action::Peek, &charge.with_quota(&quota).with_cost(0));
         count.map_or(debt.units, |count| debt.units.min(quota.burst() - count.remaining))
     }
 
@@ -385,11 +449,6 @@ impl<S: SharedStore> FallbackCore<S> {
     }
 }
 
-/// Returns whether the store may have counted a call that ended with this error.
-fn may_have_run(error: &StoreError) -> bool {
-    matches!(error, StoreError::Timeout(_))
-}
-
 impl<S: SharedStore> Store for Fallback<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let inner = &self.inner;
@@ -400,7 +459,8 @@ impl<S: SharedStore> Store for Fallback<S> {
         let decided = if inner.ledger.is_empty() {
             inner.store.decide(action, charge).await
         } else {
-            Box::pin(inner.call_store(action, charges)).await.map(|decisions| decisions[0])
+            let decided = Box::pin(inner.decide_with_debts(action, charges)).await;
+            decided.map(|decisions| decisions[0])
         };
         match decided {
             Ok(decision) => {
@@ -417,12 +477,17 @@ impl<S: SharedStore> Store for Fallback<S> {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
-        if action == Action::Reset {
-            for charge in charges {
-                inner.reset_local(charge);
-            }
+        if !matches!(action, Action::Acquire | Action::Peek) {
+            // They are independent of each other, and each may fail alone.
+            let decided = join_all(charges.iter().map(|charge| self.decide(action, charge))).await;
+            return decided.into_iter().collect();
         }
-        match inner.call_store(action, charges).await {
+        let decided = if inner.ledger.is_empty() {
+            inner.store.decide_all(action, charges).await
+        } else {
+            inner.decide_with_debts(action, charges).await
+        };
+        match decided {
             Ok(decisions) => {
                 inner.charge_local_share(action, charges, &decisions);
                 Ok(decisions)

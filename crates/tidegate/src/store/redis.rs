@@ -11,12 +11,14 @@
 //!
 //! # Outages
 //!
-//! No call takes longer than its timeout. A call that may have run is never sent again, and a
-//! script that starts after its caller's deadline spends nothing. While a node is down, its calls
+//! No call takes longer than its timeout. A call that may have run ends with
+//! [`StoreError::AnswerLost`] and is never sent again, and a script that starts after its caller's
+//! deadline spends nothing. While a node is down, its calls
 //! fail at once, and the store keeps trying to reconnect.
 //!
 //! Each node has a circuit. It opens after five failures in a row, or when at least five calls of
-//! the last second failed and they are half of its calls or more. While it is open, the calls of
+//! the last second failed and they are half of its calls or more. A call that many decisions share
+//! counts once. While it is open, the calls of
 //! this node return [`StoreError::Open`] at once, and a decision on an internal key is tried
 //! several times per second. Two in a row that succeed close the circuit.
 //!
@@ -65,7 +67,7 @@ use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
 use self::stats::BucketCounters;
 pub use self::stats::Distribution;
-use self::step::{CallError, Delivery, Retries, Target};
+use self::step::{CallError, Delivery, NextStep, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
@@ -276,21 +278,20 @@ impl Shared {
                 handle
             };
             let step = match handle.decisions(request).await {
-                Ok(decisions) => {
-                    // A read says nothing about writes, which a full server refuses.
-                    if request.operation != Operation::Apply(Action::ChargeUpTo) {
-                        self.record(&target.node, Ok(()));
-                    }
-                    return Ok(decisions);
-                }
+                Ok(decisions) => return Ok(decisions),
                 Err(step) => step,
             };
+            // The circuit has counted the calls that failed, but not those to be repeated.
+            let is_counted =
+                matches!(step, NextStep::Fail(_) | NextStep::TimeOut | NextStep::AnswerLost);
             let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));
             let node = Arc::clone(&target.node);
             target = match Box::pin(retries.follow(step, target, slot, topology)).await {
                 Ok(next) => next,
                 Err(error) => {
-                    if let CallError::Failed(error) = &error {
+                    if let CallError::Failed(error) = &error
+                        && !is_counted
+                    {
                         self.record(&node, Err(error));
                     }
                     return Err(error);

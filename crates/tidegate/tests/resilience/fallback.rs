@@ -1,5 +1,6 @@
 //! Decisions of the fallback while the store fails.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -7,9 +8,10 @@ use tidegate::resilience::fallback::Stats;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
     Action, Algorithm, Breaker, Charge, Clock as _, Decision, Fallback, Fleet, Limiter,
-    ManualClock, MemoryStore, OnStoreFailure, Quota, Source, Store, StoreError,
+    ManualClock, MemoryStore, OnStoreFailure, Policies, Policy, PolicyLimiter, Query, Quota,
+    Source, Store, StoreError,
 };
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::flaky::{Fault, Flaky, down};
 use crate::support::{LONG, assert_exact_under_concurrency, every_quota, seeds};
@@ -169,6 +171,29 @@ async fn a_refund_is_made_where_the_units_were_charged() {
     store.set_fault(Fault::None);
     let _ = fallback.decide(Action::Reset, &charge).await.expect("decided");
     assert_eq!(store.remaining(&charge).await, 5);
+}
+
+/// A request over many limits is compensated within one timeout.
+#[tokio::test(start_paused = true)]
+async fn refunds_of_one_request_are_sent_concurrently() {
+    let store = Flaky::new();
+    let quota = Quota::fixed_window(10, LONG).expect("valid");
+    let policy = |number: u64| {
+        let policy = Policy::builder(format!("policy-{number}"), quota.clone());
+        policy.key(["header.x-user-id"]).build().expect("valid")
+    };
+    let policies = Policies::new((0..8).map(policy).collect()).expect("valid");
+    let limiter = PolicyLimiter::new(Limiter::new(Fallback::new(store.clone())), policies);
+    let attributes = BTreeMap::from([("header.x-user-id".to_owned(), "ann".to_owned())]);
+    let decisions = limiter.acquire(Query::attributes(&attributes)).await.expect("decided");
+    let charge = Charge::new("ann", &quota).with_policy("policy-7");
+    assert_eq!((decisions.iter().count(), store.remaining(&charge).await), (8, 9));
+    let delay = Duration::from_millis(80);
+    store.set_fault(Fault::Slow(delay));
+    let start = Instant::now();
+    limiter.refund(&decisions).await;
+    assert!(start.elapsed() < 2 * delay, "{:?}", start.elapsed());
+    assert_eq!(store.remaining(&charge).await, 10);
 }
 
 #[tokio::test]

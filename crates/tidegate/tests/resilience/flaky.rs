@@ -32,6 +32,8 @@ pub(crate) enum Fault {
     Fails(StoreError),
     /// Decides, but the answer is lost.
     LosesAnswers,
+    /// Decides, but the answer to this action is lost.
+    LosesAnswersOf(Action),
 }
 
 pub(crate) fn down() -> Fault {
@@ -82,7 +84,7 @@ impl Flaky {
     }
 
     /// Injects the fault of a shard, and returns whether the answer must be lost.
-    async fn inject(&self, shard: u64) -> Result<bool, StoreError> {
+    async fn inject(&self, shard: u64, action: Option<Action>) -> Result<bool, StoreError> {
         let fault = self.0.faults.lock().expect("no panic").get(&shard).cloned();
         match fault.unwrap_or(Fault::None) {
             Fault::None => Ok(false),
@@ -92,6 +94,7 @@ impl Flaky {
             }
             Fault::Fails(error) => Err(error),
             Fault::LosesAnswers => Ok(true),
+            Fault::LosesAnswersOf(lost) => Ok(action == Some(lost)),
         }
     }
 }
@@ -102,13 +105,17 @@ fn shard_of(charge: &Charge<'_>) -> u64 {
 }
 
 fn lose_if<T>(is_lost: bool, answer: Result<T, StoreError>) -> Result<T, StoreError> {
-    if is_lost { Err(StoreError::Timeout(Duration::from_millis(100))) } else { answer }
+    if is_lost {
+        Err(StoreError::Timeout(Duration::from_millis(100)).answer_lost())
+    } else {
+        answer
+    }
 }
 
 impl Store for Flaky {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
-        let is_lost = self.inject(shard_of(charge)).await?;
+        let is_lost = self.inject(shard_of(charge), Some(action)).await?;
         lose_if(is_lost, self.0.memory.decide(action, charge).await)
     }
 
@@ -120,7 +127,7 @@ impl Store for Flaky {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         let mut is_lost = false;
         for charge in charges {
-            is_lost |= self.inject(shard_of(charge)).await?;
+            is_lost |= self.inject(shard_of(charge), Some(action)).await?;
         }
         lose_if(is_lost, self.0.memory.decide_all(action, charges).await)
     }
@@ -132,7 +139,7 @@ impl Store for Flaky {
 
 impl SharedStore for Flaky {
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let is_lost = self.inject(0).await?;
+        let is_lost = self.inject(0, None).await?;
         let mut alive = self.0.alive.lock().expect("no panic");
         alive.insert(instance.to_owned(), Instant::now());
         alive.retain(|_, last| last.elapsed() < Duration::from_secs(3));

@@ -9,5 +9,6 @@ mod deny_cache_races;
 mod fallback;
 mod flaky;
 mod invalidations;
+mod lost_answers;
 mod real_redis;
 mod settlement;

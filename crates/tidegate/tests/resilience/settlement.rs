@@ -20,7 +20,7 @@ use crate::support::{LONG, every_quota};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-async fn admit(store: &impl Store, charge: &Charge<'_>, times: u64) -> u64 {
+pub(crate) async fn admit(store: &impl Store, charge: &Charge<'_>, times: u64) -> u64 {
     let mut admitted = 0;
     for _ in 0..times {
         admitted +=
@@ -178,68 +178,28 @@ async fn a_growing_fleet_cancels_no_debt() {
     }
 }
 
-/// The store may have counted a call whose answer was lost, and its request is also admitted
-/// locally and becomes a debt. So the store counts at most the units of each lost call twice.
 #[tokio::test]
-async fn a_lost_answer_is_counted_twice_at_most() {
-    for quota in every_quota(40, LONG) {
-        let store = Flaky::new();
-        let fallback = Fallback::new(store.clone());
-        let charge = Charge::new("u", &quota);
-        let mut admitted = 0;
-        for round in 1..=3 {
-            let calls = store.calls();
-            store.set_fault(Fault::LosesAnswers);
-            admitted += 2 * admit(&fallback, &charge.with_cost(2), 3).await;
-            assert_eq!(store.calls(), calls + 1, "no further call carries a debt in doubt");
-            let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
-            assert_eq!((peeked.source, peeked.remaining), (Source::Local, 40 - admitted - 1));
-            store.set_fault(Fault::None);
-            assert_eq!(fallback.settle().await, 6);
-            assert_eq!(
-                (admitted, 40 - store.remaining(&charge).await),
-                (6 * round, (6 + 2) * round),
-                "{quota:?}"
-            );
-        }
-        let more = admit(&fallback, &charge, 50).await;
-        assert_eq!((more, store.remaining(&charge).await), (40 - 24, 0), "{quota:?}");
-    }
-}
-
-/// The same holds for a lost call that carries a debt, and for a lost settlement.
-#[tokio::test]
-async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
-    for quota in every_quota(40, LONG) {
-        for carried_by_request in [true, false] {
-            let store = Flaky::new();
-            let fallback = Fallback::new(store.clone());
+async fn reports_beyond_the_limit_are_settled_in_full() {
+    for instances in [1, 10] {
+        for quota in every_quota(100, Duration::from_secs(3600)) {
             let charge = Charge::new("u", &quota);
-            store.set_fault(down());
-            assert_eq!(admit(&fallback, &charge, 5).await, 5);
-            store.set_fault(Fault::LosesAnswers);
-            let more = if carried_by_request {
-                admit(&fallback, &charge, 4).await
-            } else {
-                fallback.settle().await
+            let after_report = async |fault: Fault| {
+                let clock = ManualClock::new();
+                let store = Flaky::on(&clock);
+                let fleet = fleet_of(instances).remove(0);
+                let fallback = fallback_on(&clock, &store, fleet);
+                store.set_fault(fault);
+                let report = fallback.decide(Action::Report, &charge.with_cost(500)).await;
+                let report = report.expect("recorded");
+                assert!(!report.allowed && report.retry_after > Duration::ZERO, "{report:?}");
+                store.set_fault(Fault::None);
+                fallback.settle().await;
+                fallback.decide(Action::Peek, &charge).await.expect("decided")
             };
-            store.set_fault(Fault::None);
-            assert_eq!(
-                fallback.decide(Action::Peek, &charge).await.expect("decided").source,
-                Source::Local,
-                "in doubt"
-            );
-            assert_eq!(fallback.settle().await, 5 + more);
-            let lost_call = if carried_by_request { 5 + 1 } else { 5 };
-            let counted = 40 - store.remaining(&charge).await;
-            assert!(
-                (5 + more..=5 + more + lost_call).contains(&counted),
-                "{counted} counted of {quota:?}"
-            );
-            assert_eq!(
-                fallback.decide(Action::Peek, &charge).await.expect("decided").source,
-                Source::Store
-            );
+            let expected = after_report(Fault::None).await;
+            assert_eq!(after_report(down()).await, expected, "{instances} instances, {quota:?}");
+            let lost = after_report(Fault::LosesAnswers).await;
+            assert_eq!(lost, expected, "a lost report counts as made: {quota:?}");
         }
     }
 }
@@ -343,13 +303,18 @@ async fn debts_of_one_node_are_reported_concurrently() {
     store.set_shard_fault(1, Fault::Slow(round_trip));
     let (calls, start) = (store.calls(), Instant::now());
     assert_eq!(fallback.settle().await, 200);
-    // The recovery may read a count meanwhile.
-    assert!((200..=202).contains(&(store.calls() - calls)), "{}", store.calls() - calls);
+    // Eight reads come first, and the recovery may read a count meanwhile.
+    assert!((208..=210).contains(&(store.calls() - calls)), "{}", store.calls() - calls);
     // The first calls check the store, then there is one round trip per shard of the ledger.
     assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
 
 // ---- A flapping store cannot be exploited
+
+/// Fault of a store that does not run a call, which the caller cannot know.
+fn lost_before_it_ran() -> Fault {
+    Fault::Fails(StoreError::Timeout(Duration::from_millis(100)).answer_lost())
+}
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
@@ -360,7 +325,8 @@ proptest! {
     /// one without an admission.
     #[test]
     fn a_flapping_store_admits_at_most_the_limit_after_the_first_failure(
-        limit in 1..30_u64, steps in steps(1, &[|| Fault::None, down, || Fault::LosesAnswers]),
+        limit in 1..30_u64,
+        steps in steps(1, &[|| Fault::None, down, || Fault::LosesAnswers, lost_before_it_ran]),
     ) {
         let quota = Quota::sliding_log(limit, MINUTE).expect("valid");
         runtime().block_on(async {

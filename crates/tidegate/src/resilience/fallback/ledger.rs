@@ -2,12 +2,14 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use hashbrown::HashTable;
 
 use crate::algorithm::Algorithm;
 use crate::charge::Charge;
+use crate::clock::{Timestamp, micros};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 
@@ -16,6 +18,8 @@ const SHARDS: usize = 16;
 /// waits until the credit covers all its entries, so that the amortized cost of a new key is
 /// constant.
 const SCAN_CREDIT: usize = 64;
+/// Time from a request until its units are owed: longer than the usual timeout of a store.
+const MAX_CALL_TIME: Duration = Duration::from_secs(5);
 
 /// Debts by key and policy, with a maximum number of keys.
 #[derive(Debug)]
@@ -57,10 +61,11 @@ pub(super) struct Debt {
     last_pass: u64,
     /// Whether a task is settling it.
     claimed: bool,
-    /// Whether the store may have counted it, because the answer to a call was lost. Until it is
-    /// settled, its key is decided locally: another call that carries the debt could be lost as
-    /// well and count it again.
-    pub(super) in_doubt: bool,
+    /// Whether the answer to a call for its key was lost. Until it is settled, the key is decided
+    /// locally, so that no further call is lost for it.
+    in_doubt: bool,
+    /// Time by the store's clock (µs) before which none of its units was requested.
+    requested_since: u64,
 }
 
 impl Debt {
@@ -76,8 +81,8 @@ impl Debt {
 
 /// Debts that this task is settling. They stay in the ledger, marked as claimed; on drop the
 /// unsettled units are released.
-pub(super) struct Claims<'a> {
-    ledger: &'a DebtLedger,
+pub(super) struct Claims {
+    ledger: Arc<DebtLedger>,
     pub(super) debts: Vec<Claim>,
 }
 
@@ -101,9 +106,9 @@ impl Claim {
     }
 }
 
-impl Drop for Claims<'_> {
+impl Drop for Claims {
     fn drop(&mut self) {
-        self.debts.drain(..).for_each(|claim| self.ledger.release(&claim));
+        self.debts.iter().for_each(|claim| self.ledger.release(claim));
     }
 }
 
@@ -139,17 +144,19 @@ impl DebtLedger {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Adds the units of a charge that was admitted locally. With `in_doubt` the store may have
+    /// Adds the units of a charge that was admitted locally, up to those that a count can have.
+    /// `now` is by the local clock, `store_now` by the store's. With `in_doubt` the store may have
     /// counted them as well.
-    pub(super) fn add(&self, charge: &Charge<'_>, now: u64, in_doubt: bool) {
-        let until = now.saturating_add(max_unit_lifetime(charge.quota()));
+    pub(super) fn add(&self, charge: &Charge<'_>, now: u64, store_now: Timestamp, in_doubt: bool) {
+        let (quota, max_units) = (charge.quota(), charge.quota().max_level());
+        let until = |units: u64| now.saturating_add(max_lifetime(quota, units));
         let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         if let Some(debt) = shard.debts.find_mut(hash, |debt| debt.belongs_to(charge)) {
-            debt.units = debt.units.saturating_add(charge.cost());
-            debt.until = until;
+            debt.units = debt.units.saturating_add(charge.cost()).min(max_units);
+            debt.until = until(debt.units);
             debt.in_doubt |= in_doubt;
-            debt.quota.clone_from(charge.quota());
+            debt.quota.clone_from(quota);
             return;
         }
         if self.keys() >= self.max_keys && shard.earn_scan(now) {
@@ -161,25 +168,31 @@ impl DebtLedger {
             self.dropped.fetch_add(charge.cost(), Ordering::Relaxed);
             return;
         }
+        let units = charge.cost().min(max_units);
         let debt = Debt {
             key: charge.key().into(),
             policy: charge.policy().into(),
-            quota: charge.quota().clone(),
-            units: charge.cost(),
-            until,
+            quota: quota.clone(),
+            units,
+            until: until(units),
             not_before: 0,
             last_pass: 0,
             claimed: false,
             in_doubt,
+            requested_since: store_now.as_micros().saturating_sub(micros(MAX_CALL_TIME)),
         };
-        shard.next_expiry = shard.next_expiry.min(until);
+        shard.next_expiry = shard.next_expiry.min(debt.until);
         shard.debts.insert_unique(hash, debt, |debt| self.hash_of(debt));
         self.keys.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Claims the debts of these charges, to settle them in the same call.
-    pub(super) fn claim(&self, charges: &[Charge<'_>], now: u64) -> Result<Claims<'_>, Busy> {
-        let mut claims = Claims { ledger: self, debts: Vec::new() };
+    pub(super) fn claim(
+        self: &Arc<Self>,
+        charges: &[Charge<'_>],
+        now: u64,
+    ) -> Result<Claims, Busy> {
+        let mut claims = Claims { ledger: Arc::clone(self), debts: Vec::new() };
         let local = charges
             .iter()
             .enumerate()
@@ -200,7 +213,13 @@ impl DebtLedger {
     }
 
     /// Claims debts of a shard that are due and were not claimed in this pass yet.
-    pub(super) fn claim_due(&self, shard: usize, pass: u64, max: usize, now: u64) -> Claims<'_> {
+    pub(super) fn claim_due(
+        self: &Arc<Self>,
+        shard: usize,
+        pass: u64,
+        max: usize,
+        now: u64,
+    ) -> Claims {
         let mut shard = self.lock(shard);
         let is_due =
             |debt: &&mut Debt| debt.not_before <= now && debt.last_pass != pass && !debt.claimed;
@@ -211,7 +230,7 @@ impl DebtLedger {
         };
         let due = shard.debts.iter_mut().filter(is_due);
         let debts = due.take(max).enumerate().map(claim).collect();
-        Claims { ledger: self, debts }
+        Claims { ledger: Arc::clone(self), debts }
     }
 
     /// Starts a settlement pass and returns its number, or `None` if one is running.
@@ -249,22 +268,27 @@ impl DebtLedger {
         }
     }
 
-    /// Subtracts the units of these charges from the debts of their keys, all or nothing: each debt
-    /// must have enough units and must not be claimed.
-    pub(super) fn cancel(&self, charges: &[Charge<'_>]) -> bool {
-        let mut cancelled = 0;
-        for charge in charges {
-            if !self.subtract(charge) {
-                break;
-            }
-            cancelled += 1;
+    /// Takes units of this charge out of the debt of its key, because they are refunded, and
+    /// returns how many. A charge from before the debt has none there, and a debt that is being
+    /// settled is left alone.
+    pub(super) fn cancel(&self, charge: &Charge<'_>) -> u64 {
+        let charged_at = charge.charged_at();
+        let is_owed = |debt: &Debt| {
+            !debt.claimed
+                && (charged_at == Timestamp::ZERO || charged_at.as_micros() >= debt.requested_since)
+        };
+        let hash = self.hash(charge.key(), charge.policy());
+        let mut shard = self.lock_of(hash);
+        let found = shard.debts.find_entry(hash, |debt| debt.belongs_to(charge) && is_owed(debt));
+        let Ok(mut entry) = found else { return 0 };
+        let debt = entry.get_mut();
+        let cancelled = debt.units.min(charge.cost());
+        debt.units -= cancelled;
+        if debt.units == 0 {
+            entry.remove();
+            self.keys.fetch_sub(1, Ordering::Relaxed);
         }
-        if cancelled < charges.len() {
-            for charge in &charges[..cancelled] {
-                self.restore(charge);
-            }
-        }
-        cancelled == charges.len()
+        cancelled
     }
 
     /// Releases a claim, and subtracts the units that were settled.
@@ -277,40 +301,11 @@ impl DebtLedger {
         let Ok(mut entry) = shard.debts.find_entry(hash, is_same) else { return };
         let debt = entry.get_mut();
         debt.claimed = false;
-        // Units that were added during the claim may be in doubt themselves.
-        debt.in_doubt = left.in_doubt || (debt.in_doubt && debt.units != *claimed_units);
         debt.not_before = debt.not_before.max(left.not_before);
         debt.units = debt.units.saturating_sub(claimed_units - left.units);
         if debt.units == 0 {
             entry.remove();
             self.keys.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Subtracts the units of a charge from the debt of its key, if that has enough and is not
-    /// claimed. A debt without units stays until it expires or grows again.
-    fn subtract(&self, charge: &Charge<'_>) -> bool {
-        let hash = self.hash(charge.key(), charge.policy());
-        let mut shard = self.lock_of(hash);
-        let LedgerShard { debts, next_expiry, .. } = &mut *shard;
-        match debts.find_mut(hash, |debt| debt.belongs_to(charge)) {
-            Some(debt) if !debt.claimed && debt.units >= charge.cost() => {
-                debt.units -= charge.cost();
-                if debt.units == 0 {
-                    *next_expiry = 0;
-                }
-                true
-            }
-            _ => false,
-        }
-    }
-
-    /// Adds back the units that [`subtract`](Self::subtract) took.
-    fn restore(&self, charge: &Charge<'_>) {
-        let hash = self.hash(charge.key(), charge.policy());
-        if let Some(debt) = self.lock_of(hash).debts.find_mut(hash, |debt| debt.belongs_to(charge))
-        {
-            debt.units = debt.units.saturating_add(charge.cost());
         }
     }
 
@@ -321,11 +316,9 @@ impl DebtLedger {
         shard.scan_credit = 0;
         let mut next_expiry = u64::MAX;
         shard.debts.retain(|debt| {
-            let keep = debt.until > now && (debt.units > 0 || debt.claimed);
-            // A claimed debt without units can be dropped as soon as its claim is released.
-            let expires_at = if debt.units > 0 { debt.until } else { 0 };
+            let keep = debt.until > now;
             if keep {
-                next_expiry = next_expiry.min(expires_at);
+                next_expiry = next_expiry.min(debt.until);
             }
             keep
         });
@@ -368,12 +361,15 @@ impl LedgerShard {
     }
 }
 
-/// Returns the maximum time for which a unit counts, in microseconds.
-fn max_unit_lifetime(quota: &Quota) -> u64 {
+/// Returns the maximum time for which these units count, in microseconds.
+fn max_lifetime(quota: &Quota, units: u64) -> u64 {
     match quota.algorithm() {
         Algorithm::SlidingLog | Algorithm::FixedWindow => quota.window_micros(),
         Algorithm::SlidingCounter => 2 * quota.window_micros(),
-        Algorithm::TokenBucket | Algorithm::LeakyBucket => quota.drain_micros(),
+        // Units that were reported beyond the burst drain after those within it.
+        Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+            quota.drain_micros().saturating_mul(units.div_ceil(quota.burst()))
+        }
     }
 }
 
@@ -391,7 +387,8 @@ mod tests {
         let ledger = DebtLedger::new(MAX_KEYS);
         let quota = Quota::fixed_window(10, Duration::from_secs(1)).expect("valid");
         let add = |number: usize, now: u64| {
-            ledger.add(&Charge::new(&format!("user-{number}"), &quota), now, false);
+            let key = format!("user-{number}");
+            ledger.add(&Charge::new(&key, &quota), now, Timestamp::ZERO, false);
         };
         let scanned =
             || DebtLedger::shards().map(|shard| ledger.lock(shard).scanned).sum::<usize>();

@@ -1,16 +1,17 @@
 //! Decisions in place of the store, by the failure policy of each charge: locally by this
 //! instance's share, or fixed (`allow`, `deny`).
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{FallbackCore, may_have_run};
+use super::FallbackCore;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
-use crate::store::{Action, SharedStore, Store, StoreError};
+use crate::store::{Action, SharedStore, StoreError};
 
 /// The `retry_after` of a denial that only the store can lift: it may have recovered by then.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -27,6 +28,7 @@ impl<S: SharedStore> FallbackCore<S> {
         let memory_helps = match &error {
             StoreError::Timeout(_)
             | StoreError::Unreachable(_)
+            | StoreError::AnswerLost(_)
             | StoreError::Refused(_)
             | StoreError::Open(_)
             | StoreError::Unreadable(_) => true,
@@ -37,13 +39,9 @@ impl<S: SharedStore> FallbackCore<S> {
         if memory_helps && !matches!(error, StoreError::Unreadable(_)) {
             self.on_failure(first, &error);
         }
-        let in_doubt = may_have_run(&error);
         match action {
             Action::Acquire | Action::Peek => {}
-            Action::Refund if memory_helps => return self.refund_locally(charges, error),
-            Action::Report if memory_helps => {
-                return self.report_locally(charges, &error, in_doubt);
-            }
+            Action::Report if memory_helps => return self.report_locally(charges, &error),
             Action::Refund | Action::Reset | Action::ChargeUpTo | Action::Report => {
                 return Err(error);
             }
@@ -56,7 +54,7 @@ impl<S: SharedStore> FallbackCore<S> {
         if charges.iter().any(is_undecidable) {
             return Err(error);
         }
-        self.decide_locally(action, charges, in_doubt)
+        self.decide_locally(action, charges, error.may_have_run())
     }
 
     /// Decides by the failure policies, and adds the units that are admitted locally to the ledger.
@@ -72,10 +70,9 @@ impl<S: SharedStore> FallbackCore<S> {
         }
         self.count(&decisions);
         if decisions.iter().all(|decision| decision.allowed) {
-            let now = self.local.clock().now().as_micros();
             for (charge, decision) in charges.iter().zip(&decisions) {
                 if decision.source == Source::Local {
-                    self.ledger.add(charge, now, in_doubt);
+                    self.owe(charge, in_doubt);
                 }
             }
         }
@@ -161,22 +158,11 @@ impl<S: SharedStore> FallbackCore<S> {
         Ok(Decision { remaining: count.remaining, reset_after: count.reset_after, ..denied })
     }
 
-    /// Refunds units that were admitted locally and are not charged to the store yet. Returns the
-    /// store's error if the ledger does not have them.
-    fn refund_locally(
-        &self,
-        charges: &[Charge<'_>],
-        error: StoreError,
-    ) -> Result<Vec<Decision>, StoreError> {
-        let shares: Option<Vec<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
-        let Some(shares) = shares.filter(|_| self.ledger.cancel(charges)) else {
-            return Err(error);
-        };
-        let refund = |(charge, share): (&Charge<'_>, &Quota)| {
-            let decision = self.local.decide_now(Action::Refund, &charge.with_quota(share))?;
-            Ok(as_local(charge, decision))
-        };
-        charges.iter().zip(&shares).map(refund).collect()
+    /// Returns units to the local count.
+    pub(super) fn refund_locally(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let quota = self.share_or_whole(charge);
+        let decision = self.local.decide_now(Action::Refund, &charge.with_quota(&quota))?;
+        Ok(as_local(charge, decision))
     }
 
     /// Records a report in memory and in the ledger, if the failure policy is `local`. With the
@@ -185,21 +171,39 @@ impl<S: SharedStore> FallbackCore<S> {
         &self,
         charges: &[Charge<'_>],
         error: &StoreError,
-        in_doubt: bool,
     ) -> Result<Vec<Decision>, StoreError> {
         let report = |charge: &Charge<'_>| match charge.on_store_failure() {
             OnStoreFailure::Allow => Ok(fixed_decision(charge, true)),
             OnStoreFailure::Deny => Ok(fixed_decision(charge, false)),
             OnStoreFailure::Error => Err(error.clone()),
             OnStoreFailure::Local => {
-                let quota = self.share(charge).unwrap_or_else(|| charge.quota().clone());
-                let decision = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
-                self.ledger.add(charge, self.local.clock().now().as_micros(), in_doubt);
-                Ok(as_local(charge, decision))
+                // With the capacity of the full quota, because a share would cut it.
+                let quota = self.recording_quota(charge);
+                let _ = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
+                // A report whose answer was lost counts as made.
+                if !error.may_have_run() {
+                    self.owe(charge, false);
+                }
+                self.show_reported(charge)
             }
         };
         let reported: Vec<Result<Decision, StoreError>> = charges.iter().map(report).collect();
         reported.into_iter().collect()
+    }
+
+    /// Returns whether the units of a report fit into the share, and if not, the wait for one unit.
+    fn show_reported(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let share = self.share_or_whole(charge);
+        let peek =
+            |cost| self.local.decide_now(Action::Peek, &charge.with_quota(&share).with_cost(cost));
+        let (recorded, next) = (peek(0)?, peek(1)?);
+        let retry_after = if recorded.allowed { Duration::ZERO } else { next.retry_after };
+        Ok(as_local(charge, Decision { retry_after, delay: Duration::ZERO, ..recorded }))
+    }
+
+    /// Returns this instance's share, or the whole quota if another instance has it.
+    fn share_or_whole<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
+        self.share(charge).map_or(Cow::Borrowed(charge.quota()), Cow::Owned)
     }
 
     /// Deletes the local count and the debt of this charge's key.

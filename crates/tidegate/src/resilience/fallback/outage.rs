@@ -106,10 +106,7 @@ impl<S: SharedStore> FallbackCore<S> {
         state.mark_local_decision(self.local.clock().now().as_micros());
         let failures = state.failures.fetch_add(1, Ordering::SeqCst);
         let starts = !state.active.swap(true, Ordering::SeqCst);
-        let reason = match error {
-            StoreError::Open(reason) => reason,
-            error => error,
-        };
+        let reason = error.reason();
         // An open circuit rejects many calls, so only some of them take the lock below: the reason
         // may have changed, or the runtime of the recovery may have shut down.
         let is_sampled =

@@ -1,19 +1,18 @@
 //! Recovery from an outage: debts are charged to the store, and the outage ends after a time
 //! without failures.
 
-use std::future::poll_fn;
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
-use std::task::Poll;
 use std::time::Duration;
 
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout};
 
+use super::FallbackCore;
 use super::ledger::{Claim, Debt, DebtLedger};
-use super::{FallbackCore, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::micros;
+use crate::join::join_all;
 use crate::random::jittered;
 use crate::store::{Action, SharedStore, Store, StoreError};
 
@@ -24,7 +23,7 @@ const IDLE_PASS_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without a failure after which the outage is over.
 const STABLE_AFTER: Duration = Duration::from_secs(1);
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
-/// Debts that are reported first in a pass.
+/// Counts that are read before the first reports of a pass.
 const TRIALS: usize = 8;
 /// Time after which the settlement of an unreadable count is retried.
 const UNREADABLE_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -100,86 +99,67 @@ impl<S: SharedStore> FallbackCore<S> {
         }
         let mut claims: Vec<&mut Claim> =
             claims.iter_mut().filter(|claim| claim.debt.units > 0).collect();
-        // A few debts first: if all of them fail, so would the others.
-        let first = if pass.reached { claims.len() } else { claims.len().min(TRIALS) };
-        let (first, others) = claims.split_at_mut(first);
-        let is_down = !self.report(first, pass).await && first.len() == TRIALS;
-        if is_down || others.is_empty() {
-            return !is_down;
+        if claims.is_empty() {
+            return true;
         }
-        self.report(others, pass).await;
+        if !pass.reached {
+            // Some counts are read first: a report whose answer is lost cannot be made again.
+            let trials = claims.len().min(TRIALS);
+            let reads = claims[..trials].iter().map(|claim| self.reads(claim.debt.charge()));
+            pass.reached = join_all(reads).await.contains(&true);
+            if !pass.reached {
+                pass.failed = true;
+                return trials < TRIALS;
+            }
+        }
+        self.report(&mut claims, pass).await;
         true
     }
 
-    /// Reports these debts concurrently, and returns whether the store answered any. A report
-    /// always charges, so it settles the whole debt.
-    async fn report(&self, claims: &mut [&mut Claim], pass: &mut SettlementPass) -> bool {
+    /// Reports these debts concurrently. A report always charges, so it settles the whole debt. One
+    /// whose answer is lost counts as made.
+    async fn report(&self, claims: &mut [&mut Claim], pass: &mut SettlementPass) {
         let debts: Vec<Debt> = claims.iter().map(|claim| claim.debt.clone()).collect();
         let charges: Vec<Charge<'_>> = debts.iter().map(Debt::charge).collect();
-        // Until the answers are here the store may have counted the debts, even if this future is
-        // dropped.
+        // Until the answers are here the reports may have run, even if this future is dropped.
         for claim in &mut *claims {
-            claim.debt.in_doubt = true;
+            claim.debt.units = 0;
         }
         // Concurrent calls of a Redis store share few calls of Redis.
-        let results = join_all(charges.iter().map(|charge| self.report_one(charge))).await;
+        let reports = charges.iter().map(|charge| self.store.decide(Action::Report, charge));
+        let results = join_all(reports).await;
         let now = self.local.clock().now().as_micros();
-        let mut answered = false;
-        for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(&results) {
+        for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(results) {
             let left = &mut claim.debt;
-            left.in_doubt = match result {
-                Ok(()) => false,
-                Err(error) => debt.in_doubt || may_have_run(error),
-            };
             match result {
-                Ok(()) => {
-                    left.units = 0;
-                    pass.settled += debt.units;
-                    answered = true;
-                }
                 Err(StoreError::Unreadable(_)) => {
+                    left.units = debt.units;
                     left.not_before = now.saturating_add(micros(UNREADABLE_RETRY_INTERVAL));
-                    answered = true;
                 }
-                Err(_) => pass.failed = true,
+                Err(error) if !error.may_have_run() => {
+                    left.units = debt.units;
+                    pass.failed = true;
+                }
+                result => {
+                    pass.settled += debt.units;
+                    pass.failed |= result.is_err();
+                }
             }
         }
-        pass.reached |= answered;
-        answered
     }
 
-    async fn report_one(&self, charge: &Charge<'_>) -> Result<(), StoreError> {
-        self.store.decide(Action::Report, charge).await.map(|_| ())
+    /// Returns whether the store answers a read of this count.
+    async fn reads(&self, charge: Charge<'_>) -> bool {
+        let read = self.store.decide(Action::ChargeUpTo, &charge.with_cost(0)).await;
+        matches!(read, Ok(_) | Err(StoreError::Unreadable(_)))
     }
 
     /// Returns whether the store can read the count of the last request that it failed to decide.
     /// Whether it can write is known to its circuits, which would reject this call, too.
     async fn reads_failed_charge(&self) -> bool {
         let Some(failed) = self.outage.failed_charge() else { return true };
-        let charge = failed.charge();
-        let read = self.store.decide(Action::ChargeUpTo, &charge);
-        let read = timeout(READ_TIMEOUT, read).await;
-        matches!(read, Ok(Ok(_) | Err(StoreError::Unreadable(_))))
+        timeout(READ_TIMEOUT, self.reads(failed.charge())).await.unwrap_or(false)
     }
-}
-
-/// Awaits futures concurrently, and returns their outputs in order.
-async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
-    let mut running: Vec<_> = futures.map(|future| (Box::pin(future), None)).collect();
-    poll_fn(|context| {
-        for (future, output) in running.iter_mut().filter(|(_, output)| output.is_none()) {
-            if let Poll::Ready(ready) = future.as_mut().poll(context) {
-                *output = Some(ready);
-            }
-        }
-        if running.iter().all(|(_, output)| output.is_some()) {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
-    })
-    .await;
-    running.into_iter().filter_map(|(_, output)| output).collect()
 }
 
 /// Ends a settlement pass, even if its future is dropped.

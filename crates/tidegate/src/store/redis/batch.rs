@@ -7,6 +7,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
@@ -20,6 +21,8 @@ use crate::store::StoreError;
 #[derive(Default)]
 pub(super) struct Batch {
     open: Mutex<OpenBatch>,
+    /// Whether it was sent, so that its requests may have run.
+    sent: AtomicBool,
     completed: OnceLock<Completed>,
 }
 
@@ -40,8 +43,10 @@ struct Waiter {
 
 enum WaiterState {
     Waiting(Option<Waker>),
-    /// The deadline has passed.
-    TimedOut,
+    /// The deadline has passed, before or after the request was sent.
+    TimedOut {
+        sent: bool,
+    },
     /// The caller was cancelled.
     Dropped,
 }
@@ -90,6 +95,10 @@ pub(super) struct BatchHandle {
 /// Batch in flight. If its sender is dropped before it completes, the waiters get an error.
 pub(super) struct InFlightBatch(pub(super) Arc<Batch>);
 
+/// Reason of requests that no task can send or complete any more.
+pub(super) const SHUTTING_DOWN: &str =
+    "the runtime in which the store was created is shutting down";
+
 impl Batch {
     /// Adds a request and its waiter. The batch must still be open.
     pub(super) fn join(
@@ -124,6 +133,16 @@ impl Batch {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Marks the batch as sent.
+    pub(super) fn mark_sent(&self) {
+        self.sent.store(true, Ordering::Release);
+    }
+
+    /// Returns whether its requests may have run.
+    pub(super) fn is_sent(&self) -> bool {
+        self.sent.load(Ordering::Acquire)
+    }
+
     /// Seals the batch, and returns the requests of the waiters that remain.
     pub(super) fn seal(&self, now: Instant) -> Sealed {
         let mut open = self.open();
@@ -135,7 +154,7 @@ impl Batch {
             let WaiterState::Waiting(waker) = &mut waiter.state else { return None };
             if waiter.deadline <= now {
                 late.extend(waker.take());
-                waiter.state = WaiterState::TimedOut;
+                waiter.state = WaiterState::TimedOut { sent: false };
                 return None;
             }
             earliest =
@@ -158,7 +177,7 @@ impl Batch {
             if let WaiterState::Waiting(waker) = &mut waiter.state {
                 if waiter.deadline <= now {
                     late.extend(waker.take());
-                    waiter.state = WaiterState::TimedOut;
+                    waiter.state = WaiterState::TimedOut { sent: self.is_sent() };
                 } else {
                     next = Some(next.map_or(waiter.deadline, |next| waiter.deadline.min(next)));
                 }
@@ -198,10 +217,15 @@ impl Drop for InFlightBatch {
 }
 
 impl Completed {
-    fn decisions(&self, index: usize, request: &Request<'_>) -> Result<RequestDecisions, NextStep> {
+    fn decisions(
+        &self,
+        index: usize,
+        request: &Request<'_>,
+        is_sent: bool,
+    ) -> Result<RequestDecisions, NextStep> {
         let Some(position) = self.positions.get(index) else {
-            let reason = "the runtime in which the store was created is shutting down";
-            return Err(NextStep::Fail(StoreError::Unreachable(reason.to_owned())));
+            let error = StoreError::Unreachable(SHUTTING_DOWN.to_owned());
+            return Err(NextStep::Fail(if is_sent { error.answer_lost() } else { error }));
         };
         let Some(Position { item, preceding }) = *position else { return Err(NextStep::TimeOut) };
         let Some(result) = self.results.get(item) else { return Err(NextStep::TimeOut) };
@@ -224,40 +248,45 @@ impl BatchHandle {
         mut self,
         request: &Request<'_>,
     ) -> Result<RequestDecisions, NextStep> {
-        let in_time = Completion(&mut self).await;
-        match self.batch.completed.get() {
-            Some(completed) if in_time => completed.decisions(self.index, request),
-            _ => Err(NextStep::TimeOut),
-        }
+        Completion(&mut self).await?;
+        let batch = &self.batch;
+        let completed = batch.completed.get().ok_or(NextStep::TimeOut)?;
+        completed.decisions(self.index, request, batch.is_sent())
     }
 }
 
-/// Future that resolves to true when the batch completes, or to false at the waiter's deadline.
+/// Future that is ready when the batch completes, or with an error at the waiter's deadline.
 struct Completion<'a>(&'a mut BatchHandle);
 
 impl Future for Completion<'_> {
-    type Output = bool;
+    type Output = Result<(), NextStep>;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<bool> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let handle = &mut *self.0;
         if handle.batch.completed.get().is_none() {
             let mut open = handle.batch.open();
             // Check again under the lock: after completion nothing would wake us.
             if handle.batch.completed.get().is_none() {
-                match open.waiters.get_mut(handle.index).map(|waiter| &mut waiter.state) {
-                    Some(WaiterState::Waiting(Some(waker))) => waker.clone_from(context.waker()),
-                    Some(WaiterState::Waiting(waker)) => *waker = Some(context.waker().clone()),
-                    _ => {
-                        drop(open);
-                        handle.done = true;
-                        return Poll::Ready(false);
+                let late = match open.waiters.get_mut(handle.index).map(|waiter| &mut waiter.state)
+                {
+                    Some(WaiterState::Waiting(Some(waker))) => {
+                        waker.clone_from(context.waker());
+                        return Poll::Pending;
                     }
-                }
-                return Poll::Pending;
+                    Some(WaiterState::Waiting(waker)) => {
+                        *waker = Some(context.waker().clone());
+                        return Poll::Pending;
+                    }
+                    Some(WaiterState::TimedOut { sent: true }) => NextStep::AnswerLost,
+                    _ => NextStep::TimeOut,
+                };
+                drop(open);
+                handle.done = true;
+                return Poll::Ready(Err(late));
             }
         }
         handle.done = true;
-        Poll::Ready(true)
+        Poll::Ready(Ok(()))
     }
 }
 

@@ -134,6 +134,7 @@ impl NodeClient {
                         continue;
                     }
                     Err(error) => {
+                        let error = error.into_unsent();
                         for call in missing {
                             results[call] = Err(error.clone());
                         }
@@ -222,7 +223,7 @@ impl NodeClient {
         let scripts = self.scripts();
         let load = &scripts.loads[script.index()];
         let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
-            return Err(AttemptError::TimedOut);
+            return Err(AttemptError::Late);
         };
         if load.last.load(Ordering::Relaxed) > loads_before_call {
             return Ok(());

@@ -1,20 +1,25 @@
 //! Decides [`CrossSlotGroups`]: charges together that no single call can decide.
 //!
 //! An acquire is decided group by group: groups of one node concurrently, nodes in order. If one
-//! group denies, the groups that were already charged are refunded (compensation). Until the refund
-//! has run, other requests may be denied needlessly; a limit is never exceeded.
+//! group denies, or the caller is cancelled, the groups that were already charged are refunded
+//! (compensation). Until the refund has run, other requests may be denied needlessly; a limit is
+//! never exceeded.
 
-use std::future::poll_fn;
 use std::pin::Pin;
-use std::task::Poll;
 use std::time::Duration;
+
+use tokio::sync::oneshot::Sender;
 
 use super::groups::CrossSlotGroups;
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
+use crate::join::join_all;
 use crate::store::{Action, StoreError};
+
+/// Decisions of each group.
+pub(super) type GroupDecisions = Result<Vec<Vec<Decision>>, StoreError>;
 
 /// Refund in progress; resolves to the decisions after it, or `None` if they are unknown.
 pub(super) type PendingRefund = Pin<Box<dyn Future<Output = Option<Vec<Decision>>> + Send>>;
@@ -31,23 +36,20 @@ pub(super) enum GroupAction {
     ReadUnspent,
 }
 
-/// Decides all groups, stage by stage. Returns the decisions of each group.
-pub(super) async fn decide_in_order(
-    groups: &CrossSlotGroups<'_>,
-    action: Action,
-) -> Result<Vec<Vec<Decision>>, StoreError> {
-    if action == Action::Acquire {
-        return acquire_in_order(groups).await;
-    }
-    // No group depends on another.
+/// Decides all groups concurrently, with an action other than an acquire: no group depends on
+/// another.
+pub(super) async fn decide_each(groups: &CrossSlotGroups<'_>, action: Action) -> GroupDecisions {
     let all: Vec<usize> = (0..groups.count()).collect();
-    let mut decided = vec![Vec::new(); all.len()];
-    let mut failure = None;
-    decide_together(groups, &all, GroupAction::Apply(action), |group, answer| match answer {
-        Ok(decisions) => decided[group] = decisions,
-        Err(error) => failure = Some(error),
-    })
-    .await;
+    let mut decided = Vec::with_capacity(all.len());
+    let mut failure: Option<StoreError> = None;
+    for (_, answer) in decide_together(groups, &all, GroupAction::Apply(action)).await {
+        match answer {
+            Ok(decisions) => decided.push(decisions),
+            // Of several errors, one that forbids a retry.
+            Err(error) if error.may_have_run() => failure = Some(error),
+            Err(error) => failure = failure.or(Some(error)),
+        }
+    }
     if let Some(error) = failure {
         return Err(error);
     }
@@ -57,19 +59,24 @@ pub(super) async fn decide_in_order(
     Ok(decided)
 }
 
-async fn acquire_in_order(groups: &CrossSlotGroups<'_>) -> Result<Vec<Vec<Decision>>, StoreError> {
+/// Acquires all groups, stage by stage, and sends the decisions of each group to the caller. If the
+/// caller has gone, what was charged is refunded, so this must run in a task of its own.
+pub(super) async fn acquire_in_order(groups: &CrossSlotGroups<'_>, caller: Sender<GroupDecisions>) {
     let (stages, mut decided) = (groups.stages(), vec![Vec::new(); groups.count()]);
-    // Refunds every group in `spent` on drop, too: after an error, or if the caller is cancelled.
-    let mut compensation = Compensation { groups, spent: Vec::new() };
+    let mut spent: Vec<SpentGroup> = Vec::new();
     for (index, stage) in stages.iter().enumerate() {
+        if caller.is_closed() {
+            break;
+        }
         let asked_at = groups.now();
         let (mut failure, mut denied) = (None, false);
-        decide_together(groups, stage, GroupAction::Apply(Action::Acquire), |group, answer| {
+        let apply = GroupAction::Apply(Action::Acquire);
+        for (group, answer) in decide_together(groups, stage, apply).await {
             match answer {
                 Ok(decisions) => {
                     if all_allowed(&decisions) {
-                        let spent = SpentGroup { group, asked_at, decisions: decisions.clone() };
-                        compensation.spent.push(spent);
+                        let decisions = decisions.clone();
+                        spent.push(SpentGroup { group, asked_at, decisions });
                     } else {
                         denied = true;
                     }
@@ -80,54 +87,50 @@ async fn acquire_in_order(groups: &CrossSlotGroups<'_>) -> Result<Vec<Vec<Decisi
                     failure = Some(error);
                 }
             }
-        })
-        .await;
+        }
         if denied {
             // One denial decides the request, even if another group of this stage has failed.
-            compensation.refund_all(&mut decided).await;
+            refund_all(groups, spent, &mut decided).await;
             for later in &stages[index + 1..] {
-                decide_together(groups, later, GroupAction::CountDenied, |group, answer| {
+                for (group, answer) in
+                    decide_together(groups, later, GroupAction::CountDenied).await
+                {
                     decided[group] =
                         answer.unwrap_or_else(|_| untouched_decisions(groups.charges(group)));
-                })
-                .await;
+                }
             }
-            return Ok(decided);
+            // A caller that has gone does not need the denial.
+            let _ = caller.send(Ok(decided));
+            return;
         }
         if let Some(error) = failure {
-            compensation.refund_all(&mut decided).await;
-            return Err(error);
+            refund_all(groups, spent, &mut decided).await;
+            let _ = caller.send(Err(as_undone(error)));
+            return;
         }
     }
-    compensation.spent.clear();
-    Ok(decided)
+    if caller.send(Ok(decided)).is_err() {
+        drop(start_refunds(groups, spent));
+    }
 }
 
-/// Decides groups concurrently. Each answer is passed on as soon as it arrives, so that the answers
-/// of a cancelled call are known to its compensation.
+/// Returns the error of a request whose other groups are refunded: as a whole it was not made. A
+/// group whose answer was lost may stay charged, which denies early but never admits more.
+fn as_undone(error: StoreError) -> StoreError {
+    match error {
+        StoreError::AnswerLost(reason) => StoreError::clone(&reason),
+        error => error,
+    }
+}
+
+/// Decides groups concurrently, and returns the answer of each.
 async fn decide_together(
     groups: &CrossSlotGroups<'_>,
     stage: &[usize],
     action: GroupAction,
-    mut on_answer: impl FnMut(usize, Result<Vec<Decision>, StoreError>),
-) {
-    if let [group] = stage {
-        return on_answer(*group, groups.decide(*group, action).await);
-    }
-    let mut calls: Vec<_> =
-        stage.iter().map(|group| Some((*group, Box::pin(groups.decide(*group, action))))).collect();
-    poll_fn(|context| {
-        for entry in &mut calls {
-            if let Some((group, call)) = entry
-                && let Poll::Ready(answer) = call.as_mut().poll(context)
-            {
-                on_answer(*group, answer);
-                *entry = None;
-            }
-        }
-        if calls.iter().all(Option::is_none) { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
+) -> Vec<(usize, Result<Vec<Decision>, StoreError>)> {
+    let answers = join_all(stage.iter().map(|group| groups.decide(*group, action))).await;
+    stage.iter().copied().zip(answers).collect()
 }
 
 fn all_allowed(decisions: &[Decision]) -> bool {
@@ -139,11 +142,12 @@ fn all_allowed(decisions: &[Decision]) -> bool {
 async fn show_unspent(groups: &CrossSlotGroups<'_>, decided: &mut [Vec<Decision>]) {
     let allowed: Vec<usize> =
         (0..groups.count()).filter(|group| all_allowed(&decided[*group])).collect();
-    decide_together(groups, &allowed, GroupAction::ReadUnspent, |group, answer| match answer {
-        Ok(decisions) => decided[group] = decisions,
-        Err(_) => restore_unspent(groups.charges(group), &mut decided[group]),
-    })
-    .await;
+    for (group, answer) in decide_together(groups, &allowed, GroupAction::ReadUnspent).await {
+        match answer {
+            Ok(decisions) => decided[group] = decisions,
+            Err(_) => restore_unspent(groups.charges(group), &mut decided[group]),
+        }
+    }
 }
 
 /// Returns the decisions for charges whose state is unknown: those of unused counts. They are only
@@ -166,12 +170,6 @@ fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     }
 }
 
-/// Refunds the groups that were charged, on demand or on drop.
-struct Compensation<'a> {
-    groups: &'a CrossSlotGroups<'a>,
-    spent: Vec<SpentGroup>,
-}
-
 /// Group whose charges were spent.
 struct SpentGroup {
     group: usize,
@@ -180,35 +178,34 @@ struct SpentGroup {
     decisions: Vec<Decision>,
 }
 
-impl Compensation<'_> {
-    /// Starts all refunds. Returns for each its group and the indices of the refunded charges.
-    fn start_refunds(&mut self) -> Vec<(usize, Vec<usize>, PendingRefund)> {
-        let groups = self.groups;
-        let start = |spent: SpentGroup| {
-            let now = groups.now();
-            let decided = groups.charges(spent.group).iter().zip(&spent.decisions).enumerate();
-            let refunds = decided.filter_map(|(index, (charge, decision))| {
-                charge.to_refund(decision, spent.asked_at, now).map(|refund| (index, refund))
-            });
-            let (members, charges): (Vec<usize>, Vec<Charge<'_>>) = refunds.unzip();
-            (!charges.is_empty()).then(|| (spent.group, members, groups.refund(&charges)))
-        };
-        self.spent.drain(..).filter_map(start).collect()
-    }
-
-    /// Refunds all spent groups and updates their decisions. A refund that fails is not retried: it
-    /// may have run, and a second one would return units that others have spent.
-    async fn refund_all(&mut self, decided: &mut [Vec<Decision>]) {
-        for (group, members, refund) in self.start_refunds() {
-            for (member, decision) in members.into_iter().zip(refund.await.into_iter().flatten()) {
-                decided[group][member] = decision;
-            }
-        }
-    }
+/// Starts the refunds of these groups. Returns for each its group and the indices of the refunded
+/// charges.
+fn start_refunds(
+    groups: &CrossSlotGroups<'_>,
+    spent: Vec<SpentGroup>,
+) -> Vec<(usize, Vec<usize>, PendingRefund)> {
+    let start = |spent: SpentGroup| {
+        let now = groups.now();
+        let decided = groups.charges(spent.group).iter().zip(&spent.decisions).enumerate();
+        let refunds = decided.filter_map(|(index, (charge, decision))| {
+            charge.to_refund(decision, spent.asked_at, now).map(|refund| (index, refund))
+        });
+        let (members, charges): (Vec<usize>, Vec<Charge<'_>>) = refunds.unzip();
+        (!charges.is_empty()).then(|| (spent.group, members, groups.refund(&charges)))
+    };
+    spent.into_iter().filter_map(start).collect()
 }
 
-impl Drop for Compensation<'_> {
-    fn drop(&mut self) {
-        drop(self.start_refunds());
+/// Refunds groups and updates their decisions. A refund that fails is not retried: it may have run,
+/// and a second one would return units that others have spent.
+async fn refund_all(
+    groups: &CrossSlotGroups<'_>,
+    spent: Vec<SpentGroup>,
+    decided: &mut [Vec<Decision>],
+) {
+    for (group, members, refund) in start_refunds(groups, spent) {
+        for (member, decision) in members.into_iter().zip(refund.await.into_iter().flatten()) {
+            decided[group][member] = decision;
+        }
     }
 }

@@ -12,16 +12,18 @@ use std::time::Instant;
 use tokio::time::sleep_until;
 
 use super::Shared;
-use super::batch::{InFlightBatch, ItemResult, Sealed};
+use super::batch::{Batch, InFlightBatch, ItemResult, Sealed};
 use super::call::{ScriptCall, ScriptResult};
 use super::error::{
-    AttemptError, ServerError, is_non_local_key, is_readonly, is_server_condition,
-    refuses_undeclared, with_address,
+    AttemptError, NodeError, ServerError, is_non_local_key, is_readonly, is_server_condition,
+    item_error, refuses_undeclared, with_address,
 };
 use super::node::NodeClient;
 use super::requests::{ItemReply, OrderedItem};
 use super::script::{KeyMode, Script};
 use super::step::{Delivery, NextStep};
+use crate::resilience::circuit::failure;
+use crate::store::StoreError;
 
 /// Call of a batch.
 struct PlannedCall {
@@ -30,14 +32,29 @@ struct PlannedCall {
     asking: bool,
 }
 
-/// Sends a batch, and completes it. Wakes waiters whose deadline passes before that.
+/// Sends a batch, counts its result once in the circuit of the node, and completes it.
 pub(super) async fn dispatch(
+    shared: &Arc<Shared>,
+    node: &Arc<NodeClient>,
+    in_flight: &InFlightBatch,
+) {
+    dispatch_with(shared, node, in_flight, |result| shared.record(node, result)).await;
+}
+
+/// Sends a batch without an effect on the circuit of the node, as its probes do.
+pub(super) async fn dispatch_probe(shared: &Shared, node: &Arc<NodeClient>, probe: &InFlightBatch) {
+    dispatch_with(shared, node, probe, |_| {}).await;
+}
+
+/// Sends a batch, and completes it. Wakes waiters whose deadline passes before that.
+async fn dispatch_with(
     shared: &Shared,
     node: &Arc<NodeClient>,
     InFlightBatch(batch): &InFlightBatch,
+    record: impl Fn(Result<(), &StoreError>),
 ) {
     let sealed = batch.seal(Instant::now());
-    let round = Round { shared, node, sealed: &sealed };
+    let round = Round { shared, node, batch, sealed: &sealed };
     let results = {
         let mut call = pin!(round.send());
         let mut next_deadline = sealed.earliest;
@@ -51,6 +68,11 @@ pub(super) async fn dispatch(
             }
         }
     };
+    match round.outcome(&results) {
+        Some(Ok(())) => record(Ok(())),
+        Some(Err(error)) => record(Err(&error)),
+        None => {}
+    }
     batch.complete(sealed, results);
 }
 
@@ -58,6 +80,7 @@ pub(super) async fn dispatch(
 struct Round<'a> {
     shared: &'a Shared,
     node: &'a Arc<NodeClient>,
+    batch: &'a Batch,
     sealed: &'a Sealed,
 }
 
@@ -106,8 +129,42 @@ impl Round<'_> {
             return Vec::new();
         }
         self.node.check_health();
-        let step = self.next_step(0, AttemptError::TimedOut);
+        let error = if self.batch.is_sent() {
+            AttemptError::TimedOut
+        } else {
+            AttemptError::Down(NodeError::new(self.node.address(), "still connecting"))
+        };
+        let step = self.next_step(0, error);
         self.sealed.requests.items().iter().map(|_| Err(step.clone())).collect()
+    }
+
+    /// Returns the result of the whole batch for the circuit of the node, however many callers it
+    /// has: a failure if at least half of its requests failed. `None` if it says nothing: requests
+    /// that continue elsewhere, and reads, which succeed on a full server that refuses writes.
+    fn outcome(&self, results: &[ItemResult]) -> Option<Result<(), StoreError>> {
+        let (mut succeeded, mut failed, mut last_error) = (0, 0, None);
+        let items = self.sealed.requests.items().iter().zip(&self.sealed.repeats);
+        for ((item, repeats), result) in items.zip(results) {
+            let error = match result {
+                Ok(ItemReply::Error(reason)) => Some(item_error(reason)),
+                Ok(_) if item.is_read() => continue,
+                Ok(_) => None,
+                Err(NextStep::Fail(error)) => Some(error.clone()),
+                Err(_) => continue,
+            };
+            match error.filter(|error| failure(Err(error)).is_some()) {
+                Some(error) => {
+                    failed += repeats;
+                    last_error = Some(error);
+                }
+                None => succeeded += repeats,
+            }
+        }
+        match last_error {
+            Some(error) if failed >= succeeded => Some(Err(error)),
+            _ if succeeded > 0 => Some(Ok(())),
+            _ => None,
+        }
     }
 
     /// Returns the calls that decide these items: one for all that may share it, or on a cluster,
@@ -189,6 +246,7 @@ impl Round<'_> {
             let decisions = call.items.iter().map(|ordered| self.sealed.repeats[ordered.item]);
             self.shared.call_sizes.record(decisions.sum());
         }
+        self.batch.mark_sent();
         let sent = Instant::now();
         let measured = self.node.calls().start(sent);
         let replies = self.node.run(&connection, &script_calls, *latest).await;

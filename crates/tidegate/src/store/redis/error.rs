@@ -23,14 +23,15 @@ pub(super) enum AttemptError {
     Down(NodeError),
     /// Another node has replaced this one. The call was not sent.
     Retired,
-    /// There was no reply in time. The call may have run or may still run, so it must not be
-    /// retried.
+    /// The call was sent, and there was no reply in time. It may have run or may still run, so it
+    /// must not be retried.
     TimedOut,
     /// The connection was lost with the call in flight. It may have run, so it must not be retried.
     Lost(NodeError),
     /// The server replied with an error. The call did not run.
     Server(ServerError),
-    /// The script ran after its deadline by the server's clock, and did nothing.
+    /// The deadline passed before the call ran: it was not sent, or its script started after the
+    /// deadline by the server's clock, and did nothing.
     Late,
     /// The reply is of no use. The call has run.
     Unusable(StoreError),
@@ -126,12 +127,23 @@ impl AttemptError {
         })
     }
 
+    /// Returns the error of a call that depends on this one, and was not sent because of it.
+    pub(super) fn into_unsent(self) -> Self {
+        match self {
+            Self::TimedOut => Self::Late,
+            Self::Lost(error) => Self::Down(error),
+            error => error,
+        }
+    }
+
     pub(super) fn into_store_error(self, timeout: Duration) -> StoreError {
         match self {
-            Self::Down(error) | Self::Lost(error) => error.into_unreachable(),
+            Self::Down(error) => error.into_unreachable(),
+            Self::Lost(error) => error.into_unreachable().answer_lost(),
             Self::Retired => StoreError::Unreachable("the primary has just changed".to_owned()),
-            Self::TimedOut | Self::Late => StoreError::Timeout(timeout),
-            Self::Unusable(error) => error,
+            Self::TimedOut => StoreError::Timeout(timeout).answer_lost(),
+            Self::Late => StoreError::Timeout(timeout),
+            Self::Unusable(error) => error.answer_lost(),
             Self::Server(error) => StoreError::Refused(match error {
                 ServerError::Moved(address) | ServerError::Ask(address) => {
                     format!("too many redirects, the last one to {address}")

@@ -4,10 +4,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use tokio::sync::oneshot;
 use tokio::time::timeout_at;
 
 use super::Shared;
-use super::compensation::{GroupAction, PendingRefund, decide_in_order};
+use super::batch::SHUTTING_DOWN;
+use super::compensation::{
+    GroupAction, GroupDecisions, PendingRefund, acquire_in_order, decide_each,
+};
 use super::invalidation::PendingInvalidation;
 use super::requests::{Operation, Request};
 use super::step::{CallError, Delivery};
@@ -86,13 +90,52 @@ async fn decide_cross_slot(
     stages: Vec<Vec<usize>>,
     started: Instant,
 ) -> Result<Vec<Decision>, StoreError> {
-    let members =
-        groups.iter().map(|group| group.iter().map(|index| charges[*index]).collect()).collect();
-    let cross_slot = CrossSlotGroups { shared, started, groups: members, stages };
-    Ok(scatter(groups, decide_in_order(&cross_slot, action).await?))
+    let decided = if action == Action::Acquire {
+        // In a task, so that the compensation runs even if this caller is cancelled.
+        let (owned, groups) = (charges.iter().map(OwnedCharge::of).collect(), groups.clone());
+        let (caller, decided) = oneshot::channel();
+        shared.runtime.spawn(acquire_owned(
+            Arc::clone(shared),
+            owned,
+            groups,
+            stages,
+            started,
+            caller,
+        ));
+        let shutting_down = |_| StoreError::Unreachable(SHUTTING_DOWN.to_owned()).answer_lost();
+        decided.await.map_err(shutting_down)?
+    } else {
+        decide_each(&CrossSlotGroups::new(shared, charges, &groups, stages, started), action).await
+    };
+    Ok(scatter(groups, decided?))
 }
 
-impl CrossSlotGroups<'_> {
+/// Acquires charges that this task owns.
+async fn acquire_owned(
+    shared: Arc<Shared>,
+    owned: Vec<OwnedCharge>,
+    groups: Vec<Vec<usize>>,
+    stages: Vec<Vec<usize>>,
+    started: Instant,
+    caller: oneshot::Sender<GroupDecisions>,
+) {
+    let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
+    let groups = CrossSlotGroups::new(&shared, &charges, &groups, stages, started);
+    acquire_in_order(&groups, caller).await;
+}
+
+impl<'a> CrossSlotGroups<'a> {
+    fn new(
+        shared: &'a Arc<Shared>,
+        charges: &[Charge<'a>],
+        groups: &[Vec<usize>],
+        stages: Vec<Vec<usize>>,
+        started: Instant,
+    ) -> Self {
+        let members = |group: &Vec<usize>| group.iter().map(|index| charges[*index]).collect();
+        Self { shared, started, groups: groups.iter().map(members).collect(), stages }
+    }
+
     /// Returns the number of groups.
     pub(super) fn count(&self) -> usize {
         self.groups.len()
@@ -141,26 +184,23 @@ impl CrossSlotGroups<'_> {
         let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
         let shared = Arc::clone(self.shared);
         let deadline = self.started + shared.timeout;
-        // The refund has its own timeout, so that it can outlast the caller. Without a runtime
-        // nothing can be sent any more.
-        let task = tokio::runtime::Handle::try_current().ok().map(|runtime| {
-            runtime.spawn(async move {
-                let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
-                let operation = Operation::Apply(Action::Refund);
-                let request = Request::new(operation, &charges);
-                // Published when this task ends.
-                let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
-                let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;
-                match decided.map_err(CallError::into_store_error) {
-                    Ok(decided) => Some(decided.into_vec()),
-                    Err(error) => {
-                        tracing::debug!(%error, "refund of a denied request failed");
-                        None
-                    }
+        // The refund has its own timeout, so that it can outlast the caller.
+        let task = self.shared.runtime.spawn(async move {
+            let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
+            let operation = Operation::Apply(Action::Refund);
+            let request = Request::new(operation, &charges);
+            // Published when this task ends.
+            let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
+            let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;
+            match decided.map_err(CallError::into_store_error) {
+                Ok(decided) => Some(decided.into_vec()),
+                Err(error) => {
+                    tracing::debug!(%error, "refund of a denied request failed");
+                    None
                 }
-            })
+            }
         });
-        Box::pin(async move { timeout_at(deadline.into(), task?).await.ok()?.ok()? })
+        Box::pin(async move { timeout_at(deadline.into(), task).await.ok()?.ok()? })
     }
 }
 

@@ -231,14 +231,16 @@ impl NodeClient {
         commands: &[u8],
         replies: usize,
     ) -> Result<Vec<Value>, AttemptError> {
-        let replies = on.wire.call(commands, replies).await;
+        let call = on.wire.call(commands, replies);
+        let is_sent = call.is_sent();
+        let replies = call.await;
         self.shared.replies.fetch_add(1, Ordering::Relaxed);
         replies.map_err(|error| {
             let error = AttemptError::new(self.address(), &error);
             if matches!(error, AttemptError::Lost(_)) {
                 self.check_health();
             }
-            error
+            if is_sent { error } else { error.into_unsent() }
         })
     }
 

@@ -8,7 +8,7 @@ use tokio::time::sleep_until;
 
 use super::Shared;
 use super::batch::{Batch, InFlightBatch};
-use super::dispatch::dispatch;
+use super::dispatch::dispatch_probe;
 use super::error::MIGRATING;
 use super::node::NodeClient;
 use super::requests::{Operation, Request};
@@ -24,8 +24,8 @@ use crate::store::{Action, StoreError};
 const MAX_TAGS: usize = 20 * SLOTS;
 
 impl Shared {
-    /// Counts the result of a decision in the circuit of its node. If that opens the circuit, the
-    /// node is probed until it can decide again.
+    /// Counts the result of a call in the circuit of its node. If that opens the circuit, the node
+    /// is probed until it can decide again.
     pub(super) fn record(
         self: &Arc<Self>,
         node: &Arc<NodeClient>,
@@ -61,12 +61,14 @@ impl Shared {
         let deadline = Instant::now() + self.timeout;
         let batch = Arc::<Batch>::default();
         let handle = batch.join(&request, slot_of(&key), Delivery::Shared, deadline, write_key);
-        dispatch(self, node, &InFlightBatch(batch)).await;
+        dispatch_probe(self, node, &InFlightBatch(batch)).await;
         match handle.decisions(&request).await {
             // A node that redirects can answer.
             Ok(_) | Err(NextStep::Redirect(_)) => Ok(()),
             Err(NextStep::Fail(error) | NextStep::BackOff(error)) => Err(error),
-            Err(NextStep::TimeOut | NextStep::SendAgain) => Err(StoreError::Timeout(self.timeout)),
+            Err(NextStep::TimeOut | NextStep::SendAgain | NextStep::AnswerLost) => {
+                Err(StoreError::Timeout(self.timeout))
+            }
             Err(NextStep::SendAlone | NextStep::AwaitMigration | NextStep::Split) => {
                 Err(StoreError::Refused(MIGRATING.to_owned()))
             }

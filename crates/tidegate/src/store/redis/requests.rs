@@ -246,6 +246,13 @@ impl RequestKind {
     }
 }
 
+impl Item {
+    /// Returns whether the script only reads the count.
+    pub(super) fn is_read(&self) -> bool {
+        self.kind == RequestKind::Group(Operation::Apply(Action::ChargeUpTo))
+    }
+}
+
 impl EncodedQuota {
     fn of(quota: &Quota) -> Self {
         let algorithm = quota.algorithm();

@@ -51,8 +51,10 @@ pub(super) enum NextStep {
     /// Decide its charges one by one: no single node has all of their keys.
     Split,
     Fail(StoreError),
-    /// Fail, because the deadline has passed.
+    /// Fail, because the deadline passed before it was sent.
     TimeOut,
+    /// Fail, because there was no answer in time. It may have run.
+    AnswerLost,
 }
 
 /// Reason why a request has no result.
@@ -169,6 +171,9 @@ impl Retries {
             NextStep::SendAgain if Instant::now() < self.deadline => Ok(target),
             NextStep::SendAgain | NextStep::TimeOut => {
                 Err(CallError::Failed(StoreError::Timeout(self.timeout)))
+            }
+            NextStep::AnswerLost => {
+                Err(CallError::Failed(StoreError::Timeout(self.timeout).answer_lost()))
             }
             NextStep::BackOff(error) => {
                 if !self.pause().await {

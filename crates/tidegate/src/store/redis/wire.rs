@@ -33,6 +33,8 @@ pub(super) struct Driver {
 pub(super) struct Call {
     state: Arc<Mutex<WireState>>,
     number: u64,
+    /// Whether the connection was open, so that the commands may have reached the server.
+    sent: bool,
     done: bool,
 }
 
@@ -109,7 +111,8 @@ impl Wire {
         let mut to_wake = Vec::new();
         let mut state = lock(&self.state);
         let number = state.first + state.calls.len() as u64;
-        if state.stream.is_some() {
+        let sent = state.stream.is_some();
+        if sent {
             state.calls.push_back(Waiting {
                 missing: replies,
                 replies: Vec::with_capacity(replies),
@@ -120,7 +123,14 @@ impl Wire {
         }
         drop(state);
         to_wake.into_iter().for_each(Waker::wake);
-        Call { state: Arc::clone(&self.state), number, done: false }
+        Call { state: Arc::clone(&self.state), number, sent, done: false }
+    }
+}
+
+impl Call {
+    /// Returns whether the commands may have reached the server.
+    pub(super) fn is_sent(&self) -> bool {
+        self.sent
     }
 }
 
