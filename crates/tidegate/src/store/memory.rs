@@ -250,14 +250,11 @@ impl MemoryStore {
             }
             let mut counter = C::unpack(before, quota, logs);
             let plan = Plan::new(&mut counter, Action::Acquire, quota, now, charge.cost(), true);
-            if plan.spend > 0 && counter.growth(quota, now).is_some() {
-                counter.restore(before, logs);
-                break 'slow;
-            }
+            let must_grow = plan.spend > 0 && counter.growth(quota, now).is_some();
             // Keep the critical section short: if a copy is cheap, compute the decision from it
             // after the lock is released.
             let copy = counter.try_copy().ok_or_else(|| plan.decision(&counter, quota, now));
-            if plan.written {
+            if plan.written && !must_grow {
                 let allocated = counter.allocated();
                 counter.spend(quota, now, plan.spend);
                 let released = allocated - counter.allocated();
@@ -266,6 +263,9 @@ impl MemoryStore {
                 *state = counter.pack(quota, usage, Some(before), logs);
             } else {
                 counter.restore(before, logs);
+                if must_grow {
+                    break 'slow;
+                }
                 // The limit was lowered: the entry would expire before its bucket has drained.
                 if !before.lives_for(C::KIND, quota) {
                     *state = before.with_lifetime_for(C::KIND, quota);

@@ -107,8 +107,7 @@ impl ChargeContext<'_> {
             Ok(at) => return self.apply_to_another::<C>(table, at, reservation),
             Err(at) => at,
         };
-        let mut counter = C::default();
-        self.grow_log(&mut counter, reservation)?;
+        let mut counter = self.new_counter::<C>(reservation)?;
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
         if !applied.written || counter.is_empty() {
@@ -135,26 +134,33 @@ impl ChargeContext<'_> {
         Usage::of(self.charge.quota(), if decision.allowed { decision.remaining } else { 0 })
     }
 
-    /// Grows the log of a counter that has no room for the units that the action spends.
+    /// Returns whether the action spends units of a counter with these left.
+    fn spends(&self, remaining: u64) -> bool {
+        match self.action {
+            Action::Acquire if self.charge.cost() > remaining => self.charge.quota().count_denied(),
+            Action::Acquire => self.all_fit,
+            Action::ChargeUpTo => remaining > 0,
+            Action::Report => true,
+            Action::Peek | Action::Refund | Action::Reset => false,
+        }
+    }
+
+    /// Returns a new counter, whose log has room for the units that the action spends.
+    fn new_counter<C: StoredCounter>(&self, reservation: &mut Reservation<'_>) -> Result<C, Lack> {
+        let mut counter = C::default();
+        if C::KIND == CounterKind::Log && self.spends(self.charge.quota().limit()) {
+            self.grow_log(&mut counter, reservation)?;
+        }
+        Ok(counter)
+    }
+
+    /// Grows a log that has no room for an entry.
     fn grow_log<C: StoredCounter>(
         &self,
         counter: &mut C,
         reservation: &mut Reservation<'_>,
     ) -> Result<(), Lack> {
-        let quota = self.charge.quota();
-        if C::KIND != CounterKind::Log {
-            return Ok(());
-        }
-        counter.advance_to(quota, self.now);
-        let remaining = counter.remaining(quota);
-        let spends = match self.action {
-            Action::Acquire if self.charge.cost() > remaining => quota.count_denied(),
-            Action::Acquire => self.all_fit,
-            Action::ChargeUpTo => remaining > 0,
-            Action::Report => true,
-            Action::Peek | Action::Refund | Action::Reset => false,
-        };
-        if spends && let Some(growth) = counter.growth(quota, self.now) {
+        if let Some(growth) = counter.growth(self.charge.quota(), self.now) {
             counter.grow(reservation.reserve_growth(self.class(), growth)?);
         }
         Ok(())
@@ -173,9 +179,14 @@ impl ChargeContext<'_> {
         let before = table.state(at);
         let mut counter = C::unpack(before, quota, &mut table.logs);
         let allocated = counter.allocated();
-        if let Err(lack) = self.grow_log(&mut counter, reservation) {
-            counter.restore(before, &mut table.logs);
-            return Err(lack);
+        if C::KIND == CounterKind::Log {
+            counter.advance_to(quota, self.now);
+            if self.spends(counter.remaining(quota))
+                && let Err(lack) = self.grow_log(&mut counter, reservation)
+            {
+                counter.restore(before, &mut table.logs);
+                return Err(lack);
+            }
         }
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
@@ -220,9 +231,7 @@ impl ChargeContext<'_> {
         let quota = self.charge.quota();
         let before = table.state(at);
         let another = self.another(before, &mut table.logs);
-        let mut counter = C::default();
-        self.grow_log(&mut counter, reservation)?;
-        let mut counter = self.taken_over(counter, &another);
+        let mut counter = self.taken_over(self.new_counter::<C>(reservation)?, &another);
         let reset_after = another.reset_after;
         if self.action == Action::Refund {
             // The units have lost their times, so none are returned.

@@ -115,7 +115,7 @@ proptest! {
                         let until = denied.get(&(policy, client)).copied();
                         if decision.allowed {
                             let is_freed = until
-                                .is_some_and(|(least, until)| charge.cost() >= least && now < until);
+                                .is_some_and(|(cost, until)| charge.cost() >= cost && now < until);
                             prop_assert!(!is_freed, "{quota:?}: {now} before {until:?}");
                             denied.remove(&(policy, client));
                         } else {
