@@ -32,8 +32,8 @@
 --        A request that fails has instead: -1, the length of the error's text, and the text. If it
 --        is the only request, an error that does not concern its key, such as OOM, is the reply.
 --        The text is that of Redis, or "damaged value: …" if the script cannot compute with what
---        is stored. LATER means that the call has done enough, and nothing for this request: send it
---        again.
+--        is stored. LATER means that the call has done enough, and nothing for this request, which
+--        is to be sent again.
 --
 -- For example, one unit of 100 per minute for one key:
 --   EVALSHA <sha> 1 rate_limit:{user123}:per-user <the header
