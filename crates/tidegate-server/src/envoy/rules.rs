@@ -63,6 +63,7 @@ impl Rule {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "nearly every rule has a quota")]
 pub(crate) enum Limit {
     Unlimited,
     /// Limit of 0 per window, which a [`Quota`] cannot have.
