@@ -69,7 +69,7 @@ pub(crate) fn start(format: LogFormat) -> anyhow::Result<Logs> {
         _ => EnvFilter::new("info"),
     };
     // A thread of the runtime must not block on a full pipe: lines are queued, or dropped.
-    let writer = LogWriter::start("log", &LogDestination::Stderr)?;
+    let writer = LogWriter::start("log", &LogDestination::Stderr, Duration::ZERO)?;
     let writer = STDERR.get_or_init(|| writer);
     let lines = tracing_subscriber::fmt::layer().with_writer(move || writer);
     let lines = match format {

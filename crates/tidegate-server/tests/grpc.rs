@@ -276,6 +276,7 @@ async fn message_that_is_too_large_is_denied() {
         assert_rejected(&connection.call(&[GRPC], body).await);
     }
     assert_eq!(rejections(&service, "message_size"), 3);
+    service.wait_until_logged("4194305 bytes");
     let output = service.output();
     assert_eq!(output.matches("4194305 bytes: at most 4194304").count(), 1, "{output}");
     assert_eq!(connection.call(&[GRPC], &payload("x")).await.message().overall_code(), Code::Ok);

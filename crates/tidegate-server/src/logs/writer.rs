@@ -20,8 +20,6 @@ use crate::config::LogDestination;
 const MAX_BUFFERED_BYTES: usize = 4 * 1024 * 1024;
 /// Number of bytes that are written without waiting for more.
 const BATCH_BYTES: usize = 256 * 1024;
-/// Wait for more lines: a write per line would cost more than the line.
-const LINGER_TIMEOUT: Duration = Duration::from_millis(20);
 /// Mode of a new file: lines contain the addresses of clients.
 const FILE_MODE: u32 = 0o640;
 
@@ -50,12 +48,19 @@ struct Queue {
 }
 
 impl LogWriter {
-    /// Opens the destination and starts the writer, whose thread has this name.
-    pub(crate) fn start(thread: &str, destination: &LogDestination) -> io::Result<Self> {
+    /// Opens the destination and starts the writer, whose thread has this name. It waits for more
+    /// lines for the time of `linger` before each write.
+    pub(crate) fn start(
+        thread: &str,
+        destination: &LogDestination,
+        linger: Duration,
+    ) -> io::Result<Self> {
         let output = Output::open(destination)?;
         let shared = Arc::<Shared>::default();
         let writer = Arc::clone(&shared);
-        std::thread::Builder::new().name(thread.to_owned()).spawn(move || writer.run(output))?;
+        std::thread::Builder::new()
+            .name(thread.to_owned())
+            .spawn(move || writer.run(output, linger))?;
         Ok(Self(shared))
     }
 
@@ -116,7 +121,7 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self, mut output: Output) {
+    fn run(&self, mut output: Output, linger: Duration) {
         let mut bytes = Vec::new();
         loop {
             let is_idle = |queue: &mut Queue| queue.lines == 0 && !queue.reopen && !queue.stop;
@@ -124,7 +129,7 @@ impl Shared {
                 self.wake.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
             let is_filling =
                 |queue: &mut Queue| queue.bytes.len() < BATCH_BYTES && !queue.reopen && !queue.stop;
-            let lingered = self.wake.wait_timeout_while(queue, LINGER_TIMEOUT, is_filling);
+            let lingered = self.wake.wait_timeout_while(queue, linger, is_filling);
             let (mut queue, _) = lingered.unwrap_or_else(PoisonError::into_inner);
             bytes.clear();
             std::mem::swap(&mut queue.bytes, &mut bytes);
@@ -252,7 +257,8 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(20);
 
     fn start(path: &Path) -> LogWriter {
-        LogWriter::start("log", &LogDestination::File(path.to_owned())).expect("opened")
+        LogWriter::start("log", &LogDestination::File(path.to_owned()), Duration::ZERO)
+            .expect("opened")
     }
 
     #[test]
@@ -316,6 +322,6 @@ mod tests {
     #[test]
     fn unwritable_file_is_an_error_at_the_start() {
         let missing = Path::new("/nonexistent/access.log").to_owned();
-        assert!(LogWriter::start("log", &LogDestination::File(missing)).is_err());
+        assert!(LogWriter::start("log", &LogDestination::File(missing), Duration::ZERO).is_err());
     }
 }

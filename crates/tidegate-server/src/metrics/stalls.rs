@@ -38,7 +38,8 @@ impl Sample {
 
     /// Takes a newer sample. Returns for how long the worker has been stalled.
     fn update(&mut self, newer: Self) -> Duration {
-        let is_running = newer.parks % 2 == 1;
+        // It counts parks and unparks.
+        let is_running = newer.parks.is_multiple_of(2);
         if is_running && (newer.parks, newer.busy) == (self.parks, self.busy) {
             return newer.at.duration_since(self.at);
         }
@@ -109,12 +110,12 @@ mod tests {
             busy: Duration::from_millis(busy),
             at: start + Duration::from_millis(millis),
         };
-        let mut last = sample(1, 5, 0);
-        assert_eq!(last.update(sample(1, 5, 50)), Duration::from_millis(50));
-        assert_eq!(last.update(sample(1, 5, 100)), Duration::from_millis(100));
-        assert_eq!(last.update(sample(1, 6, 150)), Duration::ZERO, "it made progress");
-        assert_eq!(last.update(sample(2, 6, 200)), Duration::ZERO);
-        assert_eq!(last.update(sample(2, 6, 250)), Duration::ZERO, "it is parked");
+        let mut last = sample(2, 5, 0);
+        assert_eq!(last.update(sample(2, 5, 50)), Duration::from_millis(50));
+        assert_eq!(last.update(sample(2, 5, 100)), Duration::from_millis(100));
+        assert_eq!(last.update(sample(2, 6, 150)), Duration::ZERO, "it made progress");
+        assert_eq!(last.update(sample(3, 6, 200)), Duration::ZERO);
+        assert_eq!(last.update(sample(3, 6, 250)), Duration::ZERO, "it is parked");
     }
 
     #[test]

@@ -51,6 +51,7 @@ async fn calls_that_cannot_be_decided_are_denied_and_counted() {
     let expected = [("message_size", 1), ("buffered_bytes", 0), ("descriptors", 2), ("invalid", 2)];
     let expected = expected.map(|(reason, count)| (reason.to_owned(), count));
     assert_eq!(counted(&service), expected);
+    service.wait_until_logged("a call of Envoy was denied");
     let output = service.output();
     assert_eq!(output.matches("a call of Envoy was denied").count(), 1, "{output}");
     assert_eq!(client.send(&[("user", "u")]).await.limit_remaining, 2, "nothing was charged");

@@ -311,7 +311,7 @@ async fn changed_rules_are_reloaded_and_invalid_ones_rejected() {
     service.wait_until("the reload fails", |service| {
         service.output().contains("reloading the configuration failed")
     });
-    assert!(service.output().contains("ratelimit.yaml:"), "{}", service.output());
+    service.wait_until_logged("ratelimit.yaml:");
     let status = client.send(&[("path", "/other")]).await;
     assert_eq!(
         status.current_limit.map(|limit| limit.requests_per_unit),

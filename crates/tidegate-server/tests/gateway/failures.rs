@@ -37,7 +37,7 @@ fn unsent_request_is_retried_on_another_upstream() {
         assert_eq!(response.status, 200, "{response:?}");
         assert!(upstream.received()[number].body == body);
     }
-    assert!(gateway.output().contains("upstream ejected"), "{}", gateway.output());
+    gateway.wait_until_logged("upstream ejected");
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn turns_of_an_ejected_upstream_are_shared() {
     let send = || assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     // Three failures within nine turns eject it.
     (0..9).for_each(|_| send());
-    assert!(gateway.output().contains("upstream ejected"), "{}", gateway.output());
+    gateway.wait_until_logged("upstream ejected");
     let before = [one.received().len(), other.received().len()];
     (0..10).for_each(|_| send());
     assert_eq!([one.received().len() - before[0], other.received().len() - before[1]], [5, 5]);

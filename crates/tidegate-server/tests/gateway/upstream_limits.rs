@@ -297,7 +297,7 @@ fn lack_of_file_descriptors_is_no_failure_of_the_upstream() {
         let mut client = send_streams(&gateway, 200);
         // As many connections are open as there may be files.
         assert_eq!(read_streams(&mut client, 150), 0, "{host}");
-        assert!(gateway.output().contains("ulimit -n"), "{}", gateway.output());
+        gateway.wait_until_logged("ulimit -n");
         upstream.release();
         assert!(read_streams(&mut client, 50) > 0, "{host}");
         client.close();

@@ -88,7 +88,7 @@ fn password_on_the_command_line_is_a_warning() {
     let environment = acquire(&[], &[("TIDEGATE_REDIS", &url)]);
     assert!(environment.status.success() && !text(&environment).contains(WARNING));
     let service = Service::start_with(POLICY, &["--redis", &url]);
-    assert!(service.output().contains(WARNING), "{}", service.output());
+    service.wait_until_logged(WARNING);
     let service = Service::start_with_environment(POLICY, &[("TIDEGATE_REDIS", &url)]);
     assert!(!service.output().contains(WARNING), "{}", service.output());
 }

@@ -155,11 +155,11 @@ fn service_starts_during_an_outage_and_uses_redis_after_it() {
         .expect("a port");
     let config = format!("store: {{redis: 'redis://{port}'}}\n{POLICIES}");
     let service = Service::start(&config);
-    assert!(service.output().contains("Redis is unavailable"), "{}", service.output());
+    service.wait_until_logged("Redis is unavailable");
     let payload = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&payload).json()["source"], "local");
     // During the outage it assumes a number of instances, unless the file sets one.
-    assert!(service.output().contains("store.instances is not set"), "{}", service.output());
+    service.wait_until_logged("store.instances is not set");
     assert!(service.admin("/metrics").body.contains("tidegate_fleet_instances 10\n"));
     let alone =
         Service::start(&format!("store: {{redis: 'redis://{port}', instances: 1}}\n{POLICIES}"));

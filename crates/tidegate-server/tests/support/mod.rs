@@ -246,6 +246,11 @@ impl Service {
         }
     }
 
+    /// Waits until the output contains a text: a thread of its own writes log lines.
+    pub(crate) fn wait_until_logged(&self, text: &str) {
+        self.wait_until(&format!("{text:?} is logged"), |service| service.output().contains(text));
+    }
+
     pub(crate) fn acquire(&self, body: &Value) -> Response {
         self.post("/v1/acquire", &body.to_string())
     }

@@ -153,6 +153,9 @@ impl Round<'_> {
                 Err(_) => continue,
             };
             match error.filter(|error| failure(Err(error)).is_some()) {
+                // The caller first finds out which permission is missing, and then opens the
+                // circuit with its name.
+                Some(StoreError::NotPermitted(_)) => {}
                 Some(error) => {
                     failed += repeats;
                     last_error = Some(error);
