@@ -171,6 +171,7 @@ fn missing_file_is_logged_once_and_loaded_when_it_returns() {
     fs::create_dir(root.join("real")).expect("a directory");
     fs::write(root.join("real/t.yaml"), policy(4)).expect("written");
     wait_for_limit(&service, 4);
+    service.wait_until_logged("tidegate.yaml: cannot be read");
     let output = service.output();
     assert_eq!(output.matches("reloading the configuration failed").count(), 1, "{output}");
     assert!(output.contains("tidegate.yaml: cannot be read"), "{output}");
@@ -187,11 +188,10 @@ fn misspelt_attribute_is_rejected() {
     let service = Service::start(&config("tenant", 3));
     fs::write(service.file(), config("tennant", 7)).expect("written");
     service.wait_until("the reload fails", |service| reloads(service, "failure") == 1);
-    let output = service.output();
-    assert!(
-        output.contains("key: unknown attribute") && output.contains("did you mean `tenant`?"),
-        "{output}"
-    );
+    service.wait_until("the reason is logged", |service| {
+        let output = service.output();
+        output.contains("key: unknown attribute") && output.contains("did you mean `tenant`?")
+    });
     let acquire = |name: &str| service.acquire(&json!({"attributes": {name: "acme"}}));
     assert_eq!(acquire("tenant").json()["limit"], 3);
     assert_eq!(acquire("tennant").status, 400);

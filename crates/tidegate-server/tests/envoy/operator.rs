@@ -65,6 +65,7 @@ async fn store_failures_are_logged_once_per_minute() {
         let refund = service.post("/v1/refund", &refund);
         assert_eq!(refund.status, 503, "{refund:?}");
     }
+    service.wait_until_logged("the store failed to decide a request");
     let output = service.output();
     assert_eq!(output.matches("the store failed to decide a request").count(), 1, "{output}");
 }

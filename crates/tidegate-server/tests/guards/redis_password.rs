@@ -202,6 +202,5 @@ fn rotated_password_needs_no_restart() {
         let secrets = ["first", "second"].map(|password| output.contains(password));
         assert_eq!(secrets, [false, false], "{output}");
     }
-    let output = by_file.output();
-    assert!(output.contains(&format!("files=\"{password_file}\"")), "{output}");
+    by_file.wait_until_logged(&format!("files=\"{password_file}\""));
 }

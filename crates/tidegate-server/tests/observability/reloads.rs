@@ -145,8 +145,7 @@ fn pending_restart_shows_in_status_and_metrics_until_it_is_not_needed() {
     let other = format!("{config}store: {{redis: 'redis://127.0.0.1:1'}}\n");
     std::fs::write(service.file(), other).expect("written");
     service.wait_until("a restart is pending", |service| is_pending(service, json!(["store"])));
-    let output = service.output();
-    assert!(output.contains("changes in store need a restart"), "{output}");
+    service.wait_until_logged("changes in store need a restart");
     std::fs::write(service.file(), config).expect("written");
     service.wait_until("no restart is pending", |service| is_pending(service, json!([])));
 }
