@@ -260,7 +260,7 @@ impl Attributes for RequestParts<'_> {
         } else if let Some(name) = name.strip_prefix("cookie.") {
             let mut headers = self.headers.get_all(COOKIE).iter();
             differ(self.cookies(name))
-                || headers.any(|header| has_similar_cookie(&text(header.as_bytes()), name))
+                || headers.any(|header| has_similar_cookie(header.as_bytes(), name))
         } else {
             false
         }
@@ -295,20 +295,50 @@ fn has_similar(query: &str, name: &str) -> bool {
 
 /// Returns whether a `Cookie` header has a cookie that some framework reads as `name`, and others
 /// do not: some separate cookies also by spaces and commas.
-fn has_similar_cookie(header: &str, name: &str) -> bool {
-    let is_separator = |character: char| character.is_whitespace() || character == ',';
-    header.split(';').any(|pair| {
-        let key = pair.split_once('=').map_or("", |(key, _)| trimmed(key));
-        let within = pair.trim().split(is_separator).skip(1);
-        (key != name && is_similar(key, name))
-            || within.filter_map(|part| part.split_once('=')).any(|(key, _)| is_similar(key, name))
+fn has_similar_cookie(header: &[u8], name: &str) -> bool {
+    // Beyond ASCII, a byte may belong to a space.
+    let is_separator = |byte: &u8| matches!(byte, b',' | b'\0'..=b' ') || !byte.is_ascii();
+    let skip = |bytes: &'_ [u8], wanted: bool| {
+        bytes.iter().position(|byte| is_separator(byte) != wanted).unwrap_or(bytes.len())
+    };
+    header.split(|byte| *byte == b';').any(|pair| {
+        let mut rest = &pair[skip(pair, true)..];
+        let mut is_first = true;
+        while !rest.is_empty() {
+            let is_end = |byte: &u8| is_separator(byte) || *byte == b'=';
+            let (key, after) = rest.split_at(rest.iter().position(is_end).unwrap_or(rest.len()));
+            let after = &after[skip(after, true)..];
+            let Some((b'=', value)) = after.split_first() else {
+                (rest, is_first) = (after, false);
+                continue;
+            };
+            let is_exact = is_first && key == name.as_bytes();
+            if !is_exact && str::from_utf8(key).is_ok_and(|key| is_similar(key, name)) {
+                return true;
+            }
+            let value = &value[skip(value, true)..];
+            let after = &value[skip(value, false)..];
+            (rest, is_first) = (&after[skip(after, true)..], false);
+        }
+        false
     })
 }
 
 /// Returns whether frameworks may read one name as the other. PHP reads dots, spaces and brackets
 /// as underscores and ends a name at a NUL; Rack and Express leave brackets out.
 fn is_similar(name: &str, other: &str) -> bool {
-    // Nearly all names differ in their letters, which takes no copy to find out.
+    // Nearly all names differ in their first letters, which is quickly found out.
+    let first = |name: &str| {
+        let mut bytes = name.bytes();
+        bytes.find(|byte| !b" ._[]\t\n\r".contains(byte)).map(|byte| byte.to_ascii_lowercase())
+    };
+    if let (Some(one), Some(two)) = (first(name), first(other))
+        && one.is_ascii()
+        && two.is_ascii()
+        && one != two
+    {
+        return false;
+    }
     letters(name).eq(letters(other)) && {
         let (name, other) = (until_nul(name).to_lowercase(), until_nul(other).to_lowercase());
         name.replace(is_mark, "") == other.replace(is_mark, "") || words(&name).eq(words(&other))
