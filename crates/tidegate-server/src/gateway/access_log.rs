@@ -24,7 +24,7 @@ use time::UtcTime;
 /// Maximum number of bytes of a text that the client chooses. Longer ones are cut.
 const MAX_FIELD_BYTES: usize = 8 * 1024;
 /// Wait for more lines: a write per line would cost more than the line.
-const LINGER: Duration = Duration::from_millis(20);
+const LINGER_TIMEOUT: Duration = Duration::from_millis(20);
 /// Time limit for writing the last lines during shutdown.
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Status of a request whose client closed the connection before the response, as in nginx.
@@ -150,8 +150,8 @@ fn host(uri: &Uri, headers: &HeaderMap) -> Option<HeaderValue> {
 
 impl AccessLog {
     pub(super) fn start(config: &AccessLogConfig) -> anyhow::Result<Self> {
-        let writer =
-            LogWriter::start("access-log", &config.destination, LINGER).with_context(|| {
+        let writer = LogWriter::start("access-log", &config.destination, LINGER_TIMEOUT)
+            .with_context(|| {
                 let name = match &config.destination {
                     LogDestination::Stdout => "stdout".to_owned(),
                     LogDestination::Stderr => "stderr".to_owned(),

@@ -2,7 +2,7 @@
 //! accepted.
 //!
 //! A worker updates its busy time at least every [`EVENT_INTERVAL`](crate::serve::EVENT_INTERVAL)
-//! polls. A thread samples it: a worker that is not parked, and whose busy time stands still, has
+//! polls. A thread samples it: a worker that is not parked, and whose busy time does not grow, has
 //! spent that time in very few polls.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 /// A stall is shown for one to two of these intervals.
 const ROTATION_INTERVAL: Duration = Duration::from_secs(60);
 /// Duration from which a stall is logged.
-const LOGGED_STALL: Duration = Duration::from_secs(1);
+const LOG_STALL_AFTER: Duration = Duration::from_secs(1);
 
 /// Longest stall (ms) of the current and of the previous interval.
 static LONGEST: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
@@ -70,7 +70,7 @@ fn sample(metrics: &RuntimeMetrics) {
             let stall = last.update(Sample::of(metrics, worker, now));
             let millis = u64::try_from(stall.as_millis()).unwrap_or(u64::MAX);
             LONGEST[0].fetch_max(millis, Ordering::Relaxed);
-            if stall >= LOGGED_STALL
+            if stall >= LOG_STALL_AFTER
                 && let Some(suppressed) = throttle.should_log(now)
             {
                 tracing::warn!(

@@ -30,7 +30,7 @@ struct LogEntry {
 pub(crate) struct LogGrowth {
     /// Enough for now, where memory is scarce.
     pub(crate) least: usize,
-    /// Seldom enough that the copies of a log cost little.
+    /// Rarely enough that the copies of a log cost little.
     pub(crate) best: usize,
 }
 

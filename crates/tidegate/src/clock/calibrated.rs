@@ -11,7 +11,7 @@
 //! latency of a cache miss, because a core reads its counter before it sees the write of another
 //! core; stores tolerate that.
 //!
-//! A suspended machine may go on counting while its monotonic clock stands still, and a virtual
+//! A suspended machine may go on counting while its monotonic clock is stopped, and a virtual
 //! machine may migrate to a host with another counter. Therefore each sample is compared with the
 //! previous one: if the rate has changed, all samples are dropped, and the clock returns the
 //! monotonic time until it is calibrated again.
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn clock_does_not_stand_still_after_a_suspend() {
+    fn clock_goes_on_after_a_suspend() {
         // The counter has run for an hour, or starts again at 0; the monotonic clock has not.
         let hour = differences(3_000, |clocks| clocks.ticks_ahead.set(3_000 * 3_600_000_000));
         assert!(hour[0] <= 1_000 && hour[1] <= 13, "{hour:?} µs");

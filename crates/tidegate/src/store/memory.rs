@@ -8,7 +8,7 @@
 //!
 //! Decisions sweep expired keys in passing, some slots at a time; there is no background thread. A
 //! full store looks at samples of its keys, for an expired one, or else for one to evict that has
-//! not used up its quota. It rejects a new key if there is none among them.
+//! not used up its quota. It rejects a new key if it finds neither.
 
 use std::sync::atomic::Ordering;
 

@@ -105,7 +105,7 @@ impl Room {
         self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    fn give_back(&self, amount: usize) {
+    fn restore(&self, amount: usize) {
         self.taken.fetch_sub(amount, Ordering::Relaxed);
     }
 
@@ -120,7 +120,7 @@ impl Room {
     pub(super) fn release(&self, class: PolicyClass, amount: usize) {
         if amount > 0 {
             self.discount(class, amount);
-            self.give_back(amount);
+            self.restore(amount);
         }
     }
 }
@@ -208,10 +208,10 @@ impl<'a> Reservation<'a> {
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         if self.keys > 0 {
-            self.capacity.keys.give_back(self.keys);
+            self.capacity.keys.restore(self.keys);
         }
         if self.log_entries > 0 {
-            self.capacity.log_entries.give_back(self.log_entries);
+            self.capacity.log_entries.restore(self.log_entries);
         }
     }
 }

@@ -5,9 +5,9 @@
 
 --arithmetic
 
--- What this part has done in this call, in commands and as many for what takes as long, so that no
--- call takes long: after MAX_WORK, further requests are answered with LATER. `before_request` is
--- the work before the current request: the first one always runs.
+-- Work of this part in this call, in commands, so that no call takes long: after MAX_WORK, further
+-- requests are answered with LATER. `before_request` is the work before the current request: the
+-- first one always runs.
 local MAX_WORK = 128
 local work, before_request = 0, 0
 local LATER = {err = 'LATER'}
