@@ -334,3 +334,46 @@ impl Wake for Wakes {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Counter(AtomicUsize);
+
+    impl Wake for Counter {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Each step of both sides is one atomic operation, so all orders are those of the steps.
+    #[test]
+    fn no_wake_is_lost_in_any_order_of_the_steps() {
+        for wakes_before in 0..2 {
+            for wakes_during in 0..3 {
+                for wakes_after in 0..3 {
+                    let counter = Arc::new(Counter::default());
+                    let wakes = Arc::new(Wakes::default());
+                    wakes.task.register(&Waker::from(Arc::clone(&counter)));
+                    (0..wakes_before).for_each(|_| Wake::wake_by_ref(&wakes));
+                    let woken_before = counter.0.load(Ordering::Relaxed);
+                    assert_eq!(woken_before, wakes_before, "passed on while nothing polls");
+                    wakes.task.register(&Waker::from(Arc::clone(&counter)));
+                    wakes.hold();
+                    (0..wakes_during).for_each(|_| Wake::wake_by_ref(&wakes));
+                    assert_eq!(counter.0.load(Ordering::Relaxed), woken_before, "held back");
+                    let is_done = wakes.release();
+                    // Either the task polls again at once, or a later wake reaches it.
+                    assert_eq!(is_done, wakes_during == 0);
+                    (0..wakes_after).for_each(|_| Wake::wake_by_ref(&wakes));
+                    let woken = counter.0.load(Ordering::Relaxed) - woken_before;
+                    assert_eq!(woken, usize::from(is_done && wakes_after > 0));
+                }
+            }
+        }
+    }
+}

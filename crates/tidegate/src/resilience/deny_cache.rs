@@ -31,7 +31,7 @@ mod versions;
 /// holds.
 ///
 /// A denied client that keeps retrying then costs the store no calls. A decision of the cache has
-/// [`Source::DenyCache`](crate::Source::DenyCache). Its `retry_after` and `reset_after` decrease as
+/// [`Source::DenyCache`]. Its `retry_after` and `reset_after` decrease as
 /// time passes. Its `remaining` is that of the denial: the exact number if the request lacks one
 /// unit only, as one of cost 1 does, and else a lower bound that is at most one second old.
 ///
