@@ -20,7 +20,7 @@ use crate::algorithm::Algorithm;
 use crate::charge::{Charge, OwnedCharge};
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
-use crate::join::join_all;
+use crate::join::{collect_independent, join_all};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -480,7 +480,7 @@ impl<S: SharedStore> Store for Fallback<S> {
         if !matches!(action, Action::Acquire | Action::Peek) {
             // They are independent of each other, and each may fail alone.
             let decided = join_all(charges.iter().map(|charge| self.decide(action, charge))).await;
-            return decided.into_iter().collect();
+            return collect_independent(decided);
         }
         let decided = if inner.ledger.is_empty() {
             inner.store.decide_all(action, charges).await

@@ -79,6 +79,7 @@ use super::{Action, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::Decision;
+use crate::join::{collect_independent, join_all};
 use crate::key::write_redis_key;
 use crate::limiter::runtime::OnRuntime;
 
@@ -406,6 +407,11 @@ impl Store for RedisStore {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
+        if matches!(action, Action::Refund | Action::Report) {
+            // A refund may rewrite many members, and a request is never split.
+            let decided = charges.iter().map(|charge| self.decide(action, charge));
+            return collect_independent(join_all(decided).await);
+        }
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = groups::decide_all(&self.shared, action, charges, started).await;

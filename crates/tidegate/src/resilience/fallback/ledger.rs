@@ -226,7 +226,10 @@ impl DebtLedger {
         let claim = |(at, debt): (usize, &mut Debt)| {
             debt.last_pass = pass;
             debt.claimed = true;
-            Claim::new(at, debt)
+            let claim = Claim::new(at, debt);
+            // Units that are added during the claim are not in doubt.
+            debt.in_doubt = false;
+            claim
         };
         let due = shard.debts.iter_mut().filter(is_due);
         let debts = due.take(max).enumerate().map(claim).collect();
@@ -301,6 +304,7 @@ impl DebtLedger {
         let Ok(mut entry) = shard.debts.find_entry(hash, is_same) else { return };
         let debt = entry.get_mut();
         debt.claimed = false;
+        debt.in_doubt |= left.in_doubt && left.units > 0;
         debt.not_before = debt.not_before.max(left.not_before);
         debt.units = debt.units.saturating_sub(claimed_units - left.units);
         if debt.units == 0 {
@@ -378,6 +382,31 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    /// Otherwise a busy key would never be decided by the store again.
+    #[test]
+    fn units_owed_during_a_settlement_are_not_in_doubt() {
+        let ledger = Arc::new(DebtLedger::new(10));
+        let quota = Quota::fixed_window(10, Duration::from_secs(1)).expect("valid");
+        let charge = Charge::new("u", &quota);
+        ledger.add(&charge, 0, Timestamp::ZERO, true);
+        assert!(ledger.claim(&[charge], 0).is_err(), "in doubt");
+        let mut settled = 0;
+        for shard in DebtLedger::shards() {
+            let mut claims = ledger.claim_due(shard, 1, 10, 0);
+            if let Some(claim) = claims.debts.first_mut() {
+                ledger.add(&charge, 0, Timestamp::ZERO, false);
+                assert!(ledger.claim(&[charge], 0).is_err(), "being settled");
+                settled += std::mem::take(&mut claim.debt.units);
+            }
+        }
+        assert_eq!((settled, ledger.units()), (1, 1));
+        assert!(ledger.claim(&[charge], 0).is_ok(), "the rest is not in doubt");
+        // A settlement that failed leaves the doubt.
+        ledger.add(&charge, 0, Timestamp::ZERO, true);
+        DebtLedger::shards().for_each(|shard| drop(ledger.claim_due(shard, 2, 10, 0)));
+        assert!(ledger.claim(&[charge], 0).is_err());
+    }
 
     /// In a full ledger the number of visited entries is bounded by the number of new keys, whether
     /// some expire or not.

@@ -85,8 +85,8 @@ impl MemoryStore {
     }
 
     /// Returns the rank of another key that may be evicted for this one, the least first: of the
-    /// policy with the most keys, then of the least usage, then of the oldest last write. A policy
-    /// with fewer keys loses none, so a flood on one policy does not empty another. The size of a
+    /// policy that has taken the most room, then of the least usage, then of the oldest last write.
+    /// A policy that has taken less loses none, so a flood on one policy does not empty another. The size of a
     /// log does not matter, and neither does the time until a key expires.
     fn eviction_rank(
         &self,
@@ -102,10 +102,13 @@ impl MemoryStore {
         if !frees_room || state.usage() == Usage::EXHAUSTED {
             return None;
         }
-        let keys = &self.capacity.keys;
+        let room = match lack {
+            Lack::Keys(_) => &self.capacity.keys,
+            Lack::LogEntries(_) => &self.capacity.log_entries,
+        };
         let (class, other_class) = (fingerprint.policy_class(), other.policy_class());
-        let keys_of_other = keys.taken_by(other_class);
-        let may_evict = class == other_class || keys_of_other > keys.taken_by(class);
-        may_evict.then(|| (Reverse(keys_of_other), state.usage(), state.time()))
+        let taken_by_other = room.taken_by(other_class);
+        let may_evict = class == other_class || taken_by_other > room.taken_by(class);
+        may_evict.then(|| (Reverse(taken_by_other), state.usage(), state.time()))
     }
 }

@@ -51,7 +51,9 @@ pub(super) async fn decide_each(groups: &CrossSlotGroups<'_>, action: Action) ->
         }
     }
     if let Some(error) = failure {
-        return Err(error);
+        // Groups that succeeded must not be repeated with the one that failed.
+        let ran = action != Action::Peek && !decided.is_empty() && !error.may_have_run();
+        return Err(if ran { error.answer_lost() } else { error });
     }
     if action == Action::Peek && !decided.iter().all(|decisions| all_allowed(decisions)) {
         show_unspent(groups, &mut decided).await;
