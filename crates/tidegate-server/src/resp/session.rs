@@ -159,7 +159,11 @@ impl RespSession {
                 }
             };
             handled += length;
-            turn.takes_command();
+            if !turn.takes_command() {
+                // Not the end of the group, which would be smaller.
+                tokio::task::yield_now().await;
+                *turn = Turn::default();
+            }
             if is_inline {
                 // The next inline command replaces the arguments of this one.
                 group.finish(client, replies).await;
