@@ -24,6 +24,7 @@ use tower::{Service, ServiceExt as _};
 use crate::logs::LogThrottle;
 
 mod authority;
+mod buffers;
 mod closed;
 mod connection;
 mod drain;
@@ -40,6 +41,7 @@ mod session;
 mod socket;
 mod wakers;
 
+pub(crate) use buffers::{BufferBudget, BufferShare, MIN_BUFFER};
 pub(crate) use closed::{CloseReason, ClosedConnections};
 use connection::{Connection, HEADER_TIMEOUT, Timeouts, Watcher};
 pub(crate) use drain::MaxAge;
@@ -50,7 +52,7 @@ pub(crate) use lingering::LingeringBody;
 use places::{Place, Places};
 pub(crate) use progress::WriteProgress;
 use service::ConnectionService;
-pub(crate) use session::{Input, Session, Step, serve_session};
+pub(crate) use session::{Input, Session, Step, Turn, serve_session};
 pub(crate) use socket::Socket;
 use socket::Stream;
 use wakers::{ConnectionWaker, Wrapped};

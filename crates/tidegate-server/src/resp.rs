@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 
-use crate::listener::{self, Accepted, CloseReason, ListenerConfig, Peer};
+use crate::listener::{self, Accepted, BufferBudget, CloseReason, ListenerConfig, Peer};
 use crate::state::ServerState;
 
 mod client;
@@ -26,18 +26,24 @@ mod transaction;
 pub(crate) use command::RespCounters;
 use session::RespSession;
 
-/// Size of the buffer for the longest command and for the start of the next.
-const MAX_INPUT_BYTES: usize = frame::MAX_COMMAND_BYTES + 64;
+/// Number of bytes in the larger buffers of all connections: a thousand of the longest commands.
+const MAX_BUFFERED_BYTES: usize = 64 * 1024 * 1024;
 
 /// Redis protocol on one connection.
 pub(crate) struct Resp {
     state: Arc<ServerState>,
+    budget: Arc<BufferBudget>,
     peer: Peer,
 }
 
 impl Resp {
-    pub(crate) fn new(state: &Arc<ServerState>, peer: Peer) -> Self {
-        Self { state: Arc::clone(state), peer }
+    pub(crate) fn new(state: &Arc<ServerState>, budget: &Arc<BufferBudget>, peer: Peer) -> Self {
+        Self { state: Arc::clone(state), budget: Arc::clone(budget), peer }
+    }
+
+    /// Returns the budget of the buffers of all connections.
+    pub(crate) fn budget() -> Arc<BufferBudget> {
+        BufferBudget::new(MAX_BUFFERED_BYTES)
     }
 }
 
@@ -54,7 +60,7 @@ impl listener::Protocol for Resp {
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let session = RespSession::new(self.state, self.peer);
-        listener::serve_session(stream, session, MAX_INPUT_BYTES, accepted, stop, config).await
+        let session = RespSession::new(self.state, &self.budget, self.peer);
+        listener::serve_session(stream, session, &self.budget, accepted, stop, config).await
     }
 }

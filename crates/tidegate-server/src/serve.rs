@@ -391,8 +391,15 @@ async fn serve_resp(
         idle_timeout: listen.resp_idle_timeout,
         ..api_listener_config(&listen, &state)
     };
-    let (tls, network) = (current_tls(&state), client_network(&state));
-    let protocol = |peer| Resp::new(&state, peer);
+    let (http_tls, network) = (current_tls(&state), client_network(&state));
+    let tls = || {
+        let mut config = rustls::ServerConfig::clone(&*http_tls()?);
+        // Clients of HTTP must not take this for one of its versions.
+        config.alpn_protocols.clear();
+        Some(Arc::new(config))
+    };
+    let budget = Resp::budget();
+    let protocol = |peer| Resp::new(&state, &budget, peer);
     listener::serve_protocol(listener, protocol, tls, network, stopped, config).await;
 }
 

@@ -1,12 +1,12 @@
 //! `GET /v1/live`: a stream of server-sent events, for dashboards.
 //!
 //! Each event is serialized once for all streams, which share its bytes. A stream whose client
-//! reads slowly loses samples; the others do not wait for it.
+//! reads slowly loses samples; the others do not wait for it. The buffers of the sockets hide for
+//! many minutes that a client reads nothing, so the oldest stream makes room for a new one.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::convert::Infallible;
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderName, StatusCode, header};
 use serde::Serialize;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{broadcast, watch};
-use tokio::time::timeout;
+use tokio::sync::{broadcast, oneshot, watch};
+use tokio::time::{Instant, timeout};
 
 use super::history::History;
 use super::hot_keys::{DEFAULT_LIMIT, HotKeysBody};
@@ -29,6 +29,8 @@ use crate::metrics;
 use crate::state::ServerState;
 
 const MAX_STREAMS: usize = 256;
+/// Age from which on a stream makes room for a new one. Its client opens it again if it reads.
+const EVICT_AFTER: Duration = Duration::from_secs(60);
 /// Number of samples that a slow reader may be behind before it loses the oldest ones.
 const MAX_BEHIND: usize = 16;
 /// Hot keys are sent with every sample of this multiple.
@@ -45,8 +47,21 @@ pub(crate) struct Live {
     opening: Mutex<Option<Opening>>,
     last_sent: Mutex<LastSent>,
     node_latency: Mutex<HashMap<String, Percentiles>>,
-    streams: AtomicUsize,
+    streams: Mutex<Streams>,
     stopped: watch::Receiver<bool>,
+}
+
+/// Streams that are open, by number, so that the oldest is first.
+#[derive(Default)]
+struct Streams {
+    open: BTreeMap<u64, OpenStream>,
+    next: u64,
+}
+
+struct OpenStream {
+    since: Instant,
+    /// Ends the stream when it is dropped.
+    _end: oneshot::Sender<()>,
 }
 
 /// Events of one second.
@@ -89,7 +104,7 @@ impl Live {
             opening: Mutex::default(),
             last_sent: Mutex::default(),
             node_latency: Mutex::default(),
-            streams: AtomicUsize::new(0),
+            streams: Mutex::default(),
             stopped,
         }
     }
@@ -110,7 +125,7 @@ impl Live {
     /// Adds a sample to the history, and sends it with what else has changed.
     pub(super) fn publish(&self, sample: &Arc<str>, state: &ServerState) {
         let number = self.history().push(Arc::clone(sample));
-        if self.streams.load(Ordering::Relaxed) == 0 {
+        if lock(&self.streams).open.is_empty() {
             return;
         }
         let mut text = String::with_capacity(sample.len() + 64);
@@ -153,26 +168,39 @@ impl Live {
         opening.insert(new).clone()
     }
 
-    /// Takes a place for a stream, if there is one.
+    /// Takes a place for a stream, if there is one, or an old one makes room.
     fn place(self: &Arc<Self>) -> Option<StreamPlace> {
-        let more = |streams: usize| (streams < MAX_STREAMS).then_some(streams + 1);
-        let taken = self.streams.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        taken.ok().map(|_| StreamPlace(Arc::clone(self)))
+        let Streams { open, next } = &mut *lock(&self.streams);
+        if open.len() >= MAX_STREAMS {
+            open.first_entry()
+                .filter(|oldest| oldest.get().since.elapsed() >= EVICT_AFTER)?
+                .remove();
+        }
+        let number = *next;
+        *next += 1;
+        let (end, ended) = oneshot::channel();
+        open.insert(number, OpenStream { since: Instant::now(), _end: end });
+        Some(StreamPlace { live: Arc::clone(self), number, ended })
     }
 
     pub(super) fn write_metrics(&self, text: &mut String) {
-        let streams = u64::try_from(self.streams.load(Ordering::Relaxed)).unwrap_or(u64::MAX);
+        let streams = u64::try_from(lock(&self.streams).open.len()).unwrap_or(u64::MAX);
         let help = "Open streams of live events, such as those of dashboards.";
         metrics::write_numbers(text, &[("tidegate_live_streams", "gauge", help, streams)]);
     }
 }
 
 /// Place of one stream.
-struct StreamPlace(Arc<Live>);
+struct StreamPlace {
+    live: Arc<Live>,
+    number: u64,
+    /// Completes when the stream has to make room.
+    ended: oneshot::Receiver<()>,
+}
 
 impl Drop for StreamPlace {
     fn drop(&mut self) {
-        self.0.streams.fetch_sub(1, Ordering::Relaxed);
+        lock(&self.live.streams).open.remove(&self.number);
     }
 }
 
@@ -195,7 +223,9 @@ pub(super) async fn handle(State(admin): State<Admin>) -> Result<Response, Probl
     let Some(place) = admin.live.place() else {
         return Err(Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,
-            format!("{MAX_STREAMS} live streams are open: close some, or poll /v1/history"),
+            format!(
+                "{MAX_STREAMS} live streams are open: try again in a minute, or poll /v1/history"
+            ),
         ));
     };
     let stream = LiveStream::new(place, admin.state);
@@ -221,7 +251,7 @@ struct LiveStream {
 
 impl LiveStream {
     fn new(place: StreamPlace, state: Arc<ServerState>) -> Self {
-        let live = &place.0;
+        let live = &place.live;
         // Before the history is read, so that no sample is missed.
         let events = live.events.subscribe();
         let stopped = live.stopped.clone();
@@ -230,7 +260,7 @@ impl LiveStream {
         Self { place, state, events, stopped, pending, newest: sample }
     }
 
-    /// Waits for the next events. Returns `None` during shutdown.
+    /// Waits for the next events. Returns `None` during shutdown, and if the stream has to make room.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(bytes) = self.pending.pop_front() {
@@ -239,6 +269,7 @@ impl LiveStream {
             let received = tokio::select! {
                 biased;
                 _ = self.stopped.wait_for(|stopped| *stopped) => return None,
+                _ = &mut self.place.ended => return None,
                 received = timeout(KEEP_ALIVE_INTERVAL, self.events.recv()) => received,
             };
             match received {
@@ -248,7 +279,7 @@ impl LiveStream {
                 Ok(Ok(events)) => return Some(events.bytes),
                 // The samples that were lost may have had other events.
                 Ok(Err(RecvError::Lagged(_))) => {
-                    let Opening { state, .. } = self.place.0.opening(&self.state);
+                    let Opening { state, .. } = self.place.live.opening(&self.state);
                     return Some(state);
                 }
                 Ok(Err(RecvError::Closed)) => return None,
@@ -331,6 +362,28 @@ mod tests {
         let oldest = slow.next().await.expect("a sample");
         let expected = format!("event: sample\ndata: {}\n", 100 - MAX_BEHIND);
         assert!(oldest.starts_with(expected.as_bytes()), "{oldest:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn oldest_stream_makes_room_after_a_minute() {
+        let (live, state, _stop) = live().await;
+        let (mut oldest, _) = open(&live, &state).await;
+        let mut others = Vec::new();
+        while let Some(place) = live.place() {
+            others.push(LiveStream::new(place, Arc::clone(&state)));
+        }
+        assert_eq!(others.len(), MAX_STREAMS - 1);
+        let half = EVICT_AFTER / 2;
+        tokio::time::advance(half).await;
+        assert!(live.place().is_none());
+        tokio::time::advance(half).await;
+        let (mut newest, _) = open(&live, &state).await;
+        assert!(oldest.next().await.is_none(), "whether or not it is read");
+        drop(oldest);
+        for stream in others.iter_mut().chain([&mut newest]) {
+            assert!(stream.next().await.is_some());
+        }
+        assert!(live.place().is_some(), "the next one");
     }
 
     #[tokio::test]

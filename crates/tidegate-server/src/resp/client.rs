@@ -3,16 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use axum::body::Bytes;
-
 use super::command::{self, Command, RespCounters, shown};
-use super::frame::{Arguments, FrameError};
+use super::frame::{Arguments, FrameError, Limits};
 use super::reply::{Protocol, Reply, Writer};
 use super::request::{self, QuotaCache, Request};
-use super::transaction::Transaction;
+use super::transaction::{Queued, Transaction};
 use crate::api::token;
 use crate::config::Secret;
-use crate::listener::{Peer, Step};
+use crate::listener::{BufferBudget, Peer, Step};
 use crate::state::{ActiveConfig, ServerState};
 
 /// Version of Redis whose protocol is supported. Clients choose features by it.
@@ -37,10 +35,11 @@ pub(super) struct Client {
     pub(super) protocol: Protocol,
     user: Option<User>,
     quotas: QuotaCache,
+    budget: Arc<BufferBudget>,
     /// Commands since `MULTI`.
     transaction: Option<Transaction>,
     /// Commands of an `EXEC` that are still to be run.
-    pub(super) executing: Bytes,
+    pub(super) executing: Option<Queued>,
 }
 
 /// User that a client has authenticated as.
@@ -53,7 +52,7 @@ enum User {
 }
 
 impl Client {
-    pub(super) fn new(state: Arc<ServerState>, peer: Peer) -> Self {
+    pub(super) fn new(state: Arc<ServerState>, budget: &Arc<BufferBudget>, peer: Peer) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         Self {
             state,
@@ -63,9 +62,19 @@ impl Client {
             protocol: Protocol::default(),
             user: None,
             quotas: QuotaCache::default(),
+            budget: Arc::clone(budget),
             transaction: None,
-            executing: Bytes::new(),
+            executing: None,
         }
+    }
+
+    /// Returns the limits of the next command.
+    pub(super) fn limits(&self, active: &ActiveConfig) -> Limits {
+        if self.lacks_token(active) { Limits::Unauthenticated } else { Limits::Full }
+    }
+
+    fn lacks_token(&self, active: &ActiveConfig) -> bool {
+        active.api_token.is_some() && self.user.is_none()
     }
 
     /// Handles a command that decides nothing or waits for `EXEC`, and returns the next step.
@@ -109,8 +118,11 @@ impl Client {
         writer: &mut Writer<'_>,
     ) -> Result<Step, String> {
         let checked = self.check(active, command, arguments);
-        let transaction = self.transaction.get_or_insert_default();
-        match checked.and_then(|()| transaction.push(arguments)) {
+        let queued = match &mut self.transaction {
+            Some(transaction) => checked.and_then(|()| transaction.push(arguments)),
+            None => checked,
+        };
+        match queued {
             Ok(()) => writer.simple("QUEUED"),
             Err(error) => return self.abort(error),
         }
@@ -210,7 +222,7 @@ impl Client {
                 return Err("ERR MULTI calls can not be nested: send EXEC or DISCARD first".into());
             }
             Command::Multi => {
-                self.transaction = Some(Transaction::default());
+                self.transaction = Some(Transaction::new(&self.budget));
                 writer.simple("OK");
             }
             Command::Discard => {
@@ -219,9 +231,9 @@ impl Client {
             }
             Command::Exec => {
                 let transaction = self.transaction.take().ok_or("ERR EXEC without MULTI")?;
-                let (count, commands) = transaction.finish()?;
+                let (count, queued) = transaction.finish()?;
                 writer.array(count);
-                self.executing = commands.into();
+                self.executing = (count > 0).then_some(queued);
                 return Ok(Step::Flush);
             }
             Command::Acquire
@@ -252,7 +264,7 @@ impl Client {
         if command.is_public() {
             return Ok(());
         }
-        if active.api_token.is_some() && self.user.is_none() {
+        if self.lacks_token(active) {
             return Err("NOAUTH Authentication required: AUTH token, with auth.api_token".into());
         }
         if command == Command::Reset
@@ -326,7 +338,7 @@ impl Client {
                 return Err(format!("ERR syntax error near '{option}': {usage}"));
             }
         }
-        if active.api_token.is_some() && self.user.is_none() {
+        if self.lacks_token(active) {
             return Err(
                 "NOAUTH HELLO must be called with the client already authenticated: HELLO \
                         3 AUTH default token, with auth.api_token"

@@ -4,10 +4,15 @@
 
 use std::ops::Range;
 
+use crate::listener::MIN_BUFFER;
+
 /// Maximum length of a command, with its framing.
 pub(super) const MAX_COMMAND_BYTES: usize = 64 * 1024;
 /// Maximum number of arguments of a command, with its name.
 pub(super) const MAX_ARGUMENTS: usize = 128;
+/// The same before a client has authenticated: enough for `HELLO 3 AUTH user token SETNAME name`.
+const MAX_UNAUTHENTICATED_BYTES: usize = 1024;
+const MAX_UNAUTHENTICATED_ARGUMENTS: usize = 10;
 /// Maximum number of digits of a length. More are not valid anyway.
 const MAX_DIGITS: usize = 10;
 
@@ -46,9 +51,48 @@ impl<'a, 'p> Arguments<'a, 'p> {
     }
 }
 
+/// Limits of a command.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Limits {
+    #[default]
+    Full,
+    /// The client has to authenticate first.
+    Unauthenticated,
+}
+
+impl Limits {
+    /// Returns the size of the buffer for the longest command and for the start of the next.
+    pub(super) fn max_input(self) -> usize {
+        self.bytes() + 64
+    }
+
+    fn bytes(self) -> usize {
+        match self {
+            Self::Full => MAX_COMMAND_BYTES,
+            Self::Unauthenticated => MAX_UNAUTHENTICATED_BYTES,
+        }
+    }
+
+    fn arguments(self) -> usize {
+        match self {
+            Self::Full => MAX_ARGUMENTS,
+            Self::Unauthenticated => MAX_UNAUTHENTICATED_ARGUMENTS,
+        }
+    }
+
+    /// Returns the error of a command beyond these limits.
+    fn exceeded(self, error: FrameError) -> FrameError {
+        match self {
+            Self::Full => error,
+            Self::Unauthenticated => FrameError::Unauthenticated,
+        }
+    }
+}
+
 /// Buffers of the parser, which are used for all commands of a connection.
 #[derive(Debug, Default)]
 pub(super) struct Parser {
+    pub(super) limits: Limits,
     ranges: Vec<Range<usize>>,
     /// Arguments of an inline command without its quotes.
     unquoted: Vec<u8>,
@@ -68,6 +112,11 @@ pub(super) enum Parsed {
 pub(super) enum FrameError {
     #[error("too big command: at most {MAX_COMMAND_BYTES} bytes")]
     TooLong,
+    #[error(
+        "unauthenticated command: at most {MAX_UNAUTHENTICATED_BYTES} bytes and \
+         {MAX_UNAUTHENTICATED_ARGUMENTS} arguments before AUTH"
+    )]
+    Unauthenticated,
     #[error("invalid multibulk length: send *1 to *{MAX_ARGUMENTS}")]
     ArgumentCount,
     #[error("invalid bulk length: send $ and the number of bytes, at most {MAX_COMMAND_BYTES}")]
@@ -83,6 +132,17 @@ pub(super) enum FrameError {
 }
 
 impl Parser {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self { limits, ..Self::default() }
+    }
+
+    /// Returns the memory of long inline commands.
+    pub(super) fn shrink(&mut self) {
+        if self.unquoted.capacity() > MIN_BUFFER {
+            self.unquoted = Vec::new();
+        }
+    }
+
     /// Parses the first command of the input.
     pub(super) fn parse(&mut self, input: &[u8]) -> Result<Parsed, FrameError> {
         self.ranges.clear();
@@ -116,26 +176,27 @@ impl Parser {
         let count = match count {
             // An empty array, or a null.
             Number::MinusOne => 0,
-            Number::Size(count) if count <= MAX_ARGUMENTS => count,
-            Number::Size(_) => return Err(FrameError::ArgumentCount),
+            Number::Size(count) if count <= self.limits.arguments() => count,
+            Number::Size(_) => return Err(self.limits.exceeded(FrameError::ArgumentCount)),
         };
+        let max = self.limits.bytes();
         for _ in 0..count {
             match input.get(at) {
-                None => return incomplete(at),
+                None => return self.incomplete(at),
                 Some(b'$') => {}
                 Some(other) => return Err(FrameError::NotABulk(*other)),
             }
             let parsed = number(input, at + 1).map_err(|()| FrameError::BulkLength)?;
-            let Some((length, start)) = parsed else { return incomplete(at) };
+            let Some((length, start)) = parsed else { return self.incomplete(at) };
             let Number::Size(length) = length else { return Err(FrameError::BulkLength) };
             let end = start.saturating_add(length);
-            if end.saturating_add(2) > MAX_COMMAND_BYTES {
-                return Err(FrameError::TooLong);
+            if end.saturating_add(2) > max {
+                return Err(self.limits.exceeded(FrameError::TooLong));
             }
             match input.get(end..end + 2) {
                 Some(b"\r\n") => {}
                 Some(_) => return Err(FrameError::NoLineEnd),
-                None => return incomplete(end),
+                None => return self.incomplete(end),
             }
             self.ranges.push(start..end);
             at = end + 2;
@@ -143,22 +204,26 @@ impl Parser {
         Ok(Parsed::Command { length: at, is_inline: false })
     }
 
+    /// Returns that more bytes are needed, unless the command is already too long.
+    fn incomplete(&self, length: usize) -> Result<Parsed, FrameError> {
+        if length < self.limits.bytes() {
+            return Ok(Parsed::Incomplete);
+        }
+        Err(self.limits.exceeded(FrameError::TooLong))
+    }
+
     fn parse_inline(&mut self, input: &[u8]) -> Result<Parsed, FrameError> {
-        let searched = &input[..input.len().min(MAX_COMMAND_BYTES)];
+        let searched = &input[..input.len().min(self.limits.bytes())];
         let Some(end) = memchr::memchr(b'\n', searched) else {
-            return if input.len() >= MAX_COMMAND_BYTES {
-                Err(FrameError::TooLong)
-            } else {
-                Ok(Parsed::Incomplete)
-            };
+            return self.incomplete(input.len());
         };
         let line = input[..end].strip_suffix(b"\r").unwrap_or(&input[..end]);
         if is_http(line) {
             return Err(FrameError::Http);
         }
         self.split(line)?;
-        if self.ranges.len() > MAX_ARGUMENTS {
-            return Err(FrameError::ArgumentCount);
+        if self.ranges.len() > self.limits.arguments() {
+            return Err(self.limits.exceeded(FrameError::ArgumentCount));
         }
         Ok(Parsed::Command { length: end + 1, is_inline: true })
     }
@@ -227,8 +292,7 @@ fn is_http(line: &[u8]) -> bool {
     let word = line.split(u8::is_ascii_whitespace).next().unwrap_or_default();
     word.eq_ignore_ascii_case(b"host:")
         || word.eq_ignore_ascii_case(b"post")
-        || line.ends_with(b" HTTP/1.1")
-        || line.ends_with(b" HTTP/1.0")
+        || [b" HTTP/1.1", b" HTTP/1.0", b" HTTP/2.0"].iter().any(|end| line.ends_with(*end))
 }
 
 fn end_of_quotes(after: &[u8]) -> Result<&[u8], FrameError> {
@@ -255,11 +319,6 @@ fn hex(digit: u8) -> u8 {
         b'a'..=b'f' => digit - b'a' + 10,
         _ => digit - b'A' + 10,
     }
-}
-
-/// Returns that more bytes are needed, unless the command is already too long.
-fn incomplete(length: usize) -> Result<Parsed, FrameError> {
-    if length < MAX_COMMAND_BYTES { Ok(Parsed::Incomplete) } else { Err(FrameError::TooLong) }
 }
 
 enum Number {
@@ -377,9 +436,20 @@ mod tests {
             (b"GET / HTTP/1.1\r\n", FrameError::Http),
             (b"PATCH\r\nhost: localhost\r\n", FrameError::Http),
             (b"POST\r\n", FrameError::Http),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", FrameError::Http),
         ] {
             assert_eq!(commands(input).1, Err(error), "{:?}", String::from_utf8_lossy(input));
         }
+    }
+
+    #[test]
+    fn memory_of_a_long_inline_command_is_returned() {
+        let mut parser = Parser::default();
+        let line = format!("ECHO {}\n", "x".repeat(MIN_BUFFER));
+        assert!(matches!(parser.parse(line.as_bytes()), Ok(Parsed::Command { .. })));
+        assert!(parser.unquoted.capacity() > MIN_BUFFER);
+        parser.shrink();
+        assert_eq!(parser.unquoted.capacity(), 0);
     }
 
     #[test]

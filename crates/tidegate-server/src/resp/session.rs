@@ -13,13 +13,15 @@ use super::decide::{decide, decide_at_once};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
 use super::request::Request;
-use crate::listener::{Input, Peer, Session, Step};
+use crate::listener::{BufferBudget, Input, Peer, Session, Step, Turn};
 use crate::state::{ActiveConfig, ServerState};
 
-/// Maximum number of commands that are handled before other connections have their turn.
-const MAX_COMMANDS_PER_TURN: usize = 1_024;
+/// Maximum number of commands that are decided together.
+const MAX_GROUP: usize = 1_024;
 /// Length of the replies from which on they are sent first.
 const MAX_REPLY_BYTES: usize = 64 * 1024;
+/// Length of the input that is checked for UTF-8 at once: about the commands of a turn.
+const MAX_TEXT_BYTES: usize = 8 * 1024;
 
 /// Session of one client.
 pub(super) struct RespSession {
@@ -28,9 +30,11 @@ pub(super) struct RespSession {
 }
 
 impl RespSession {
-    pub(super) fn new(state: Arc<ServerState>, peer: Peer) -> Self {
+    pub(super) fn new(state: Arc<ServerState>, budget: &Arc<BufferBudget>, peer: Peer) -> Self {
         state.metrics.resp.open();
-        Self { parser: Parser::default(), client: Client::new(state, peer) }
+        let client = Client::new(state, budget, peer);
+        let limits = client.limits(&client.state.active_guard());
+        Self { parser: Parser::new(limits), client }
     }
 }
 
@@ -48,23 +52,33 @@ impl Drop for RespSession {
 }
 
 impl Session for RespSession {
-    async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>) -> Step {
+    const BUFFERS_FULL: &'static [u8] = b"-ERR the buffers of all connections are full: send \
+        shorter commands, or try again later\r\n";
+
+    fn max_input(&self) -> usize {
+        self.parser.limits.max_input()
+    }
+
+    async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>, turn: &mut Turn) -> Step {
         // A reload in the middle of a pipeline takes effect after it.
         let active = self.client.state.active_guard();
+        self.parser.limits = self.client.limits(&active);
         // The commands of an `EXEC` come before the rest of the input.
-        let executing = std::mem::take(&mut self.client.executing);
-        let commands = if executing.is_empty() { input.bytes() } else { &executing };
+        let executing = self.client.executing.take();
+        let commands = executing.as_ref().map_or(input.bytes(), |queued| &queued.commands);
         let (handled, step) = if self.client.state.backend.redis().is_none() {
-            self.handle_in_order(&active, commands, replies)
+            self.handle_in_order(&active, commands, replies, turn)
         } else {
-            Box::pin(self.handle_jointly(&active, commands, replies)).await
+            Box::pin(self.handle_jointly(&active, commands, replies, turn)).await
         };
-        if executing.is_empty() {
+        self.parser.shrink();
+        let Some(mut queued) = executing else {
             input.consume(handled);
             return step;
-        }
-        self.client.executing = executing.slice(handled..);
-        Step::Flush
+        };
+        queued.commands = queued.commands.slice(handled..);
+        self.client.executing = (!queued.commands.is_empty()).then_some(queued);
+        if step == Step::Yield { Step::Yield } else { Step::Flush }
     }
 }
 
@@ -76,11 +90,12 @@ impl RespSession {
         active: &ActiveConfig,
         input: &[u8],
         replies: &mut Vec<u8>,
+        turn: &mut Turn,
     ) -> (usize, Step) {
         let Self { parser, client } = self;
         let mut handled = 0;
         let mut text = None;
-        for _ in 0..MAX_COMMANDS_PER_TURN {
+        loop {
             if replies.len() >= MAX_REPLY_BYTES {
                 return (handled, Step::Flush);
             }
@@ -90,6 +105,9 @@ impl RespSession {
                 Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
                 Err(error) => return (handled, client.reject(&error, replies)),
             };
+            if !turn.takes_command() {
+                return (handled, Step::Yield);
+            }
             // Checked once for all commands, not for a part of one that is still arriving.
             let text = *text.get_or_insert_with(|| text_at_start(input));
             let arguments = match text.get(handled..handled + length) {
@@ -101,13 +119,15 @@ impl RespSession {
             match client.request(active, arguments) {
                 Some(Ok(request)) => client.write(&decide_at_once(active, &request), replies),
                 Some(Err(error)) => client.write(&Reply::Error(error), replies),
-                None => match client.handle(active, arguments, replies) {
-                    Step::Read => {}
-                    step => return (handled, step),
-                },
+                None => {
+                    let step = client.handle(active, arguments, replies);
+                    parser.limits = client.limits(active);
+                    if step != Step::Read {
+                        return (handled, step);
+                    }
+                }
             }
         }
-        (handled, Step::Flush)
     }
 
     /// Decides all commands together, so that they share calls to Redis.
@@ -116,12 +136,13 @@ impl RespSession {
         active: &ActiveConfig,
         input: &[u8],
         replies: &mut Vec<u8>,
+        turn: &mut Turn,
     ) -> (usize, Step) {
         let Self { parser, client } = self;
         let mut group = Group::new();
         let mut handled = 0;
         let mut step = Step::Flush;
-        for _ in 0..MAX_COMMANDS_PER_TURN {
+        for _ in 0..MAX_GROUP {
             if replies.len() >= MAX_REPLY_BYTES {
                 break;
             }
@@ -138,6 +159,11 @@ impl RespSession {
                 }
             };
             handled += length;
+            if !turn.takes_command() {
+                // Not the end of the group, which would be smaller.
+                tokio::task::yield_now().await;
+                *turn = Turn::default();
+            }
             if is_inline {
                 // The next inline command replaces the arguments of this one.
                 group.finish(client, replies).await;
@@ -147,10 +173,13 @@ impl RespSession {
                         let reply = decide_or_reject(active, request).await;
                         client.write(&reply, replies);
                     }
-                    None => match client.handle(active, arguments, replies) {
-                        Step::Read => {}
-                        step => return (handled, step),
-                    },
+                    None => {
+                        let step = client.handle(active, arguments, replies);
+                        parser.limits = client.limits(active);
+                        if step != Step::Read {
+                            return (handled, step);
+                        }
+                    }
                 }
                 continue;
             }
@@ -164,9 +193,10 @@ impl RespSession {
                 continue;
             }
             group.finish(client, replies).await;
-            match client.handle(active, arguments, replies) {
-                Step::Read => {}
-                step => return (handled, step),
+            let step = client.handle(active, arguments, replies);
+            parser.limits = client.limits(active);
+            if step != Step::Read {
+                return (handled, step);
             }
         }
         group.finish(client, replies).await;
@@ -176,11 +206,14 @@ impl RespSession {
 
 /// Returns the bytes at the start of an input that are UTF-8, as nearly all commands.
 fn text_at_start(input: &[u8]) -> &str {
+    let input = &input[..input.len().min(MAX_TEXT_BYTES)];
     str::from_utf8(input)
         .unwrap_or_else(|error| str::from_utf8(&input[..error.valid_up_to()]).unwrap_or_default())
 }
 
 async fn decide_or_reject(active: &ActiveConfig, request: Result<Request<'_>, String>) -> Reply {
+    // Lets others run while a large group starts.
+    tokio::task::coop::consume_budget().await;
     match request {
         Ok(request) => decide(active, &request).await,
         Err(error) => Reply::Error(error),

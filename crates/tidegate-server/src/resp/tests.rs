@@ -10,13 +10,17 @@ use tidegate::{Action, Charge, Clock as _, ManualClock, MemoryStore, Quota};
 use super::session::RespSession;
 use crate::config::Config;
 use crate::fuzz::{self, Random};
-use crate::listener::{Input, Peer, Session as _, Step};
+use crate::listener::{BufferBudget, Input, Peer, Session as _, Step, Turn};
 use crate::state::ServerState;
 
 const POLICIES: &str = "policies:
   - {name: per-user, limit: 2, window: 60s}
   - {name: observed, limit: 1, window: 60s, mode: shadow}
 ";
+
+fn input() -> Input {
+    Input::new(1 << 20, &BufferBudget::new(1 << 20))
+}
 
 struct Conversation {
     session: RespSession,
@@ -25,17 +29,22 @@ struct Conversation {
 
 impl Conversation {
     fn new(config: &str) -> Self {
+        Self::with_budget(config, &BufferBudget::new(1 << 20))
+    }
+
+    fn with_budget(config: &str, budget: &Arc<BufferBudget>) -> Self {
         let clock = ManualClock::new();
         let store = MemoryStore::builder().clock(clock.clone()).build();
         let config = Config::parse("test.yaml", config).expect("valid");
         let state = Arc::new(ServerState::on_memory(config, store));
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
-        Self { session: RespSession::new(state, Peer { address, tls: false }), clock }
+        let peer = Peer { address, tls: false };
+        Self { session: RespSession::new(state, budget, peer), clock }
     }
 
     /// Sends bytes and returns the replies.
     fn send(&mut self, bytes: &[u8]) -> (String, Step) {
-        let mut input = Input::new(1 << 20);
+        let mut input = input();
         input.push(bytes);
         let mut replies = Vec::new();
         let step = self.step(&mut input, &mut replies);
@@ -44,10 +53,10 @@ impl Conversation {
 
     /// Sends lines, and returns all replies, their line breaks as spaces.
     fn finish(&mut self, lines: &str) -> String {
-        let mut input = Input::new(1 << 20);
+        let mut input = input();
         input.push(format!("{lines}\r\n").as_bytes());
         let mut all = Vec::new();
-        while self.step(&mut input, &mut all) == Step::Flush {}
+        while self.step(&mut input, &mut all) != Step::Read {}
         String::from_utf8(all).expect("text").trim_end().replace("\r\n", " ")
     }
 
@@ -55,7 +64,7 @@ impl Conversation {
     fn step(&mut self, input: &mut Input, all: &mut Vec<u8>) -> Step {
         let mut replies = Vec::new();
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let step = runtime.block_on(self.session.handle(input, &mut replies));
+        let step = runtime.block_on(self.session.handle(input, &mut replies, &mut Turn::default()));
         all.extend(replies);
         step
     }
@@ -71,8 +80,8 @@ impl Conversation {
 #[test]
 fn future_of_a_session_is_small() {
     let mut client = Conversation::new(POLICIES);
-    let (mut input, mut replies) = (Input::new(1 << 20), Vec::new());
-    let size = size_of_val(&client.session.handle(&mut input, &mut replies));
+    let (mut input, mut replies, mut turn) = (input(), Vec::new(), Turn::default());
+    let size = size_of_val(&client.session.handle(&mut input, &mut replies, &mut turn));
     assert!(size <= 256, "{size} bytes for each of many connections");
 }
 
@@ -175,16 +184,75 @@ fn long_transaction_is_answered_in_parts() {
     let mut client = Conversation::new(POLICIES);
     let docs = client.finish("COMMAND DOCS").len();
     client.finish(&format!("MULTI{}", "\r\nCOMMAND DOCS".repeat(4_000)));
-    let (mut input, mut replies) = (Input::new(1 << 20), Vec::new());
+    let (mut input, mut replies) = (input(), Vec::new());
     input.push(b"EXEC\r\nPING\r\n");
     let mut total = 0;
-    while client.step(&mut input, &mut replies) == Step::Flush {
+    while client.step(&mut input, &mut replies) != Step::Read {
         assert!(replies.len() < 80_000, "{} bytes", replies.len());
         total += replies.len();
         replies.clear();
     }
     assert!(total > 4_000 * docs, "{total} bytes");
     assert!(replies.ends_with(b"+PONG\r\n"));
+}
+
+#[test]
+fn transactions_share_a_budget() {
+    let budget = BufferBudget::new(100_000);
+    let [mut first, mut second] = [(); 2].map(|()| Conversation::with_budget(POLICIES, &budget));
+    let long = format!("ECHO {}", "x".repeat(40_000));
+    assert_eq!(first.finish(&format!("MULTI\r\n{long}")), "+OK +QUEUED");
+    assert_eq!(second.finish("MULTI\r\nPING"), "+OK +QUEUED", "a small one needs no share");
+    let full = "-ERR the buffers of all connections are full";
+    assert!(second.ask(&long).starts_with(full));
+    assert!(second.ask("EXEC").starts_with("-EXECABORT"));
+    assert!(first.finish("EXEC").ends_with("xxx"));
+    assert_eq!(second.finish(&format!("MULTI\r\n{long}\r\nDISCARD")), "+OK +QUEUED +OK");
+    assert_eq!(first.finish(&format!("MULTI\r\n{long}")), "+OK +QUEUED", "nothing is lost");
+}
+
+#[test]
+fn client_that_has_not_authenticated_sends_short_commands() {
+    let config = format!("auth: {{api_token: secret}}\n{POLICIES}");
+    let name = "x".repeat(960);
+    let many = "PING 1 2 3 4 5 6 7 8 9 10\n".to_owned();
+    for (start, is_closed) in [
+        ("*11\r\n".to_owned(), true),
+        ("*2\r\n$4\r\nECHO\r\n$60000\r\n".to_owned(), true),
+        ("*1\r\n$4\r\nECHO".to_owned(), false),
+        (name.repeat(2), true),
+        (name.clone(), false),
+        (many.clone(), true),
+        ("HELLO 3 AUTH default wrong SETNAME name\r\n".to_owned(), false),
+        (format!("AUTH default {name}\r\n"), false),
+    ] {
+        let mut client = Conversation::new(&config);
+        let (reply, step) = client.send(start.as_bytes());
+        assert_eq!(step == Step::Close, is_closed, "{start}: {reply}");
+        assert_eq!(reply.contains("unauthenticated command: at most 1024 bytes"), is_closed);
+        assert_eq!(client.session.max_input(), 1024 + 64);
+    }
+    // The token may come with the first long command.
+    let mut client = Conversation::new(&config);
+    let long = "y".repeat(30_000);
+    let reply = client.finish(&format!("AUTH secret\r\nECHO {long}\r\n{}", many.trim_end()));
+    assert!(reply.starts_with("+OK $30000 yyy") && reply.contains("'ping' command"), "{reply}");
+    assert_eq!(client.session.max_input(), 64 * 1024 + 64);
+    assert_eq!(client.ask("RESET"), "+RESET");
+    assert_eq!(client.session.max_input(), 1024 + 64);
+}
+
+#[test]
+fn pipeline_is_handled_in_turns() {
+    let mut client = Conversation::new(POLICIES);
+    let (mut input, mut replies) = (input(), Vec::new());
+    input.push(&b"PING\r\n".repeat(300));
+    let mut steps = Vec::new();
+    for turn in 1..=3 {
+        steps.push(client.step(&mut input, &mut replies));
+        assert_eq!(replies.len(), "+PONG\r\n".len() * 300.min(turn * 128));
+    }
+    assert_eq!(steps, [Step::Yield, Step::Yield, Step::Read]);
 }
 
 #[test]
@@ -499,7 +567,7 @@ fn fuzz_sessions_answer_any_bytes() {
     ];
     fuzz::bytes(&seeds, &pieces, |bytes| {
         let mut client = Conversation::new(POLICIES);
-        let mut input = Input::new(1 << 20);
+        let mut input = input();
         input.push(bytes);
         let mut replies = Vec::new();
         let mut step = Step::Flush;

@@ -149,6 +149,45 @@ fn chart_renders_valid_manifests() {
 }
 
 /// Counters in memory are not shared, so two replicas would admit twice the limit.
+/// Memory of a pod whose listeners are full of connections with half a request, in KiB.
+fn memory_when_full(config: &Value) -> u64 {
+    let connections = config["listen"]["max_connections"].as_u64().expect("a number");
+    // Measured: see docs/operations.md.
+    let (process, redis_buffers) = (48 * 1024, 64 * 1024);
+    let (of_http, of_grpc, of_resp) = (150, 150, 15);
+    process + redis_buffers + connections * (of_http + of_grpc + of_resp)
+}
+
+#[test]
+fn connections_fit_into_the_memory_limit() {
+    let connections = |memory: &str| {
+        let limit = format!("adminToken=t,resources.limits.memory={memory}");
+        let text = template(&["--set", &limit, "-s", "templates/configmap.yaml"]);
+        let manifest: Value = serde_saphyr::from_str(&text).expect("YAML");
+        let config = manifest["data"]["tidegate.yaml"].as_str().expect("a text");
+        serde_saphyr::from_str::<Value>(config).expect("YAML")
+    };
+    for (memory, kib) in [
+        ("512Mi", 512 * 1024),
+        ("1Gi", 1024 * 1024),
+        ("1.5Gi", 1536 * 1024),
+        ("512M", 500_000),
+        ("4G", 3_900_000),
+    ] {
+        let full = memory_when_full(&connections(memory));
+        assert!(full <= kib && full >= kib / 2, "{memory}: {full} KiB");
+    }
+    assert_eq!(connections("512Mi")["listen"]["max_connections"], 1_024);
+    assert_eq!(connections("64Gi")["listen"]["max_connections"], 16_384);
+    assert_eq!(connections("null")["listen"]["max_connections"], Value::Null, "no limit");
+    let own = template(&["--set", "adminToken=t,config.listen.max_connections=77"]);
+    assert!(own.contains("max_connections: 77\n"), "{own}");
+    let manifest: Value =
+        serde_saphyr::from_str(&read("deploy/kubernetes/configmap.yaml")).expect("YAML");
+    let config = manifest["data"]["tidegate.yaml"].as_str().expect("a text");
+    assert!(config.contains("max_connections: 1024\n"), "as for the same limit of the chart");
+}
+
 #[test]
 fn chart_has_one_replica_unless_they_share_a_redis() {
     let replicas = |values: &[&str]| {
@@ -255,6 +294,7 @@ fn chart_rejects_wrong_values() {
         ("command=server", "command"),
         ("certificates[0].name=ca", "Must validate one and only one schema"),
         ("resp.enabled=true", "resp.enabled needs a token"),
+        ("resources.limits.memory=1000000000", "set config.listen.max_connections"),
     ] {
         let output =
             run("helm", ["template", "edge", CHART, "--set", "adminToken=t", "--set", values]);

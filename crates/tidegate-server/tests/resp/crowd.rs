@@ -1,12 +1,12 @@
 //! Many connections, of which some are stuck in the middle of a command.
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use crate::client::Client;
-use crate::support::Service;
-use crate::{metric, start_with_listen};
+use crate::client::{Client, Reply};
+use crate::support::{Service, TEST_TIMEOUT};
+use crate::{metric, start_with_fields, start_with_listen};
 
 const CONNECTIONS: usize = 10_000;
 const STUCK: usize = 1_000;
@@ -25,6 +25,60 @@ fn connections(service: &Service) -> usize {
     let line = own.lines().find_map(|line| line.strip_prefix("Max open files")).expect("a limit");
     let own = limit(line.split_whitespace().next().expect("a number").to_owned());
     CONNECTIONS.min(own.min(of_service).saturating_sub(OTHER_FILES))
+}
+
+/// Connections that each send half a command of 60 KB.
+const HALF_COMMANDS: usize = 3_000;
+/// Number of those commands for which there is memory.
+const BUFFERS: u64 = 1_024;
+
+/// Opens connections, sends half a long command on each, and waits until the service has refused
+/// those for which there is no memory. Returns by how many KiB its memory grew.
+fn memory_of_half_commands(token: &str) -> u64 {
+    let limits = "max_connections: 20000, max_connections_per_address: 20000";
+    let (service, address) = start_with_fields(limits, token);
+    let count = connections(&service).min(HALF_COMMANDS);
+    let mut all: Vec<TcpStream> =
+        (0..count).map(|_| TcpStream::connect(&address).expect("the service accepts")).collect();
+    let count = count as u64;
+    service.wait_until("all are connected", |service| {
+        metric(service, "tidegate_resp_connections") == count
+    });
+    let before = service.memory();
+    let half = format!("*2\r\n$4\r\nECHO\r\n$60000\r\n{}", "x".repeat(59_000));
+    for stream in &mut all {
+        // The service may have refused it already.
+        let _ = stream.write_all(half.as_bytes());
+    }
+    if token.is_empty() {
+        let closed = |service: &Service, reason: &str| {
+            metric(service, &format!("tidegate_connections_closed_total{{reason=\"{reason}\"}}"))
+        };
+        service.wait_until("the others are refused", |service| {
+            let (refused, late) =
+                (closed(service, "buffers_full"), closed(service, "header_timeout"));
+            refused + late + BUFFERS >= count
+        });
+        let pong = Client::connect(&address).ask(&["PING"]);
+        assert_eq!(pong, Reply::Simple("PONG".to_owned()), "short commands need no share");
+    } else {
+        for stream in &mut all {
+            stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+            let mut reply = [0; 44];
+            stream.read_exact(&mut reply).expect("a reply");
+            assert_eq!(reply, *b"-ERR Protocol error: unauthenticated command");
+        }
+    }
+    service.memory().saturating_sub(before)
+}
+
+#[test]
+fn half_commands_take_a_bounded_share_of_memory() {
+    for (token, max_mib) in [("auth: {api_token: 0123456789abcdef}\n", 64), ("", 128)] {
+        let growth = memory_of_half_commands(token);
+        println!("{token:?}: {growth} KiB");
+        assert!(growth < max_mib * 1024, "{token:?}: {growth} KiB");
+    }
 }
 
 /// Returns the 99th percentile of the time of a question.

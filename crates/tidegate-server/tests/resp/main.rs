@@ -30,8 +30,13 @@ fn start(config: &str) -> (Service, String) {
 
 /// Starts a service with these fields of `listen`.
 fn start_with_listen(fields: &str) -> (Service, String) {
+    start_with_fields(fields, "")
+}
+
+/// Starts a service with these fields of `listen`, and other sections.
+fn start_with_fields(fields: &str, sections: &str) -> (Service, String) {
     let ports = "http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'";
-    start(&format!("listen: {{{ports}, {fields}}}\n{POLICIES}"))
+    start(&format!("listen: {{{ports}, {fields}}}\n{sections}{POLICIES}"))
 }
 
 /// Returns the address that the service has logged.

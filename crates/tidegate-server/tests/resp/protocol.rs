@@ -126,6 +126,11 @@ fn web_page_cannot_send_commands() {
         let text = std::panic::catch_unwind(|| request(&address, method, "/", &[], body));
         assert!(text.is_err(), "the answer is not HTTP");
     }
+    let mut http2 = Client::connect(&address);
+    http2.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nTG.RESET per-user ann\r\n");
+    let error = http2.reply();
+    assert!(error.error().contains("this is the Redis protocol, not HTTP"), "{error:?}");
+    assert_eq!(http2.next(), None);
     assert_eq!(client.ask(&["TG.ACQUIRE", "per-user", "ann"]).integers()[0], 0);
     assert!(service.admin("/metrics").body.contains("command=\"tg.reset\"} 0"));
 }

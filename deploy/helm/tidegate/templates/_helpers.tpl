@@ -55,6 +55,20 @@ api-token
 {{- end -}}
 {{- end -}}
 
+{{/*
+Connections of each listener: two per MiB of the memory limit, so that all listeners can be full of
+connections with half a request of 64 KiB. Empty without a limit.
+*/}}
+{{- define "tidegate.maxConnections" -}}
+{{- $memory := dig "limits" "memory" "" (.Values.resources | default dict) | toString -}}
+{{- if regexMatch "^[0-9.]+[MG]i?$" $memory -}}
+{{- $unit := ternary 1024 1 (contains "G" $memory) -}}
+{{- mulf 2 $unit (regexFind "^[0-9.]+" $memory | float64) | int | max 1 | min 16384 -}}
+{{- else if $memory -}}
+{{- fail "resources.limits.memory has no unit of Mi, Gi, M or G: set config.listen.max_connections" -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tidegate.config" -}}
 {{- $listen := dict "admin" "0.0.0.0:8082" "shutdown_delay" .Values.shutdownDelay -}}
 {{- if eq .Values.command "gateway" -}}
@@ -74,6 +88,11 @@ api-token
 {{- fail "resp.enabled needs a token: set apiToken, or existingSecretKeys.apiToken" -}}
 {{- end -}}
 {{- $_ := set $listen "resp" "0.0.0.0:8083" -}}
+{{- end -}}
+{{- if not (dig "listen" "max_connections" "" .Values.config) -}}
+{{- with include "tidegate.maxConnections" . -}}
+{{- $_ := set $listen "max_connections" (int .) -}}
+{{- end -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.config) (dict "listen" $listen "auth" $auth) | toYaml -}}
 {{- end -}}
