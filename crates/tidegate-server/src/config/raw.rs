@@ -334,7 +334,7 @@ pub(super) struct RawGateway {
     #[schemars(with = "Vec<UpstreamUrl>")]
     pub(super) upstreams: Vec<Spanned<String>>,
     /// CA of the upstreams' certificates, in PEM; the system's roots by default. The path is
-    /// relative to the directory of this file.
+    /// relative to the directory of this file. A changed file is reloaded.
     #[schemars(with = "Option<String>")]
     pub(super) ca: Option<Spanned<String>>,
     /// Timeout for connecting to an upstream, including TLS; 2s by default.
