@@ -366,6 +366,15 @@ fn envoy(
 }
 
 fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {
+    trusting(document, &raw.trusted_proxies, raw.ipv6_prefix)
+}
+
+/// Returns a [`ClientIp`] that trusts these networks and groups IPv6 addresses by a prefix.
+fn trusting(
+    document: &Document<'_>,
+    networks: &[Spanned<String>],
+    ipv6_prefix: Option<Bounded<1, 128>>,
+) -> Result<ClientIp, ConfigError> {
     let network = |text: &Spanned<String>| -> Result<IpNet, ConfigError> {
         let parsed =
             text.value.parse::<IpNet>().or_else(|_| text.value.parse::<IpAddr>().map(IpNet::from));
@@ -377,8 +386,8 @@ fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp
             document.error_at(text, &message)
         })
     };
-    let networks = raw.trusted_proxies.iter().map(network).collect::<Result<_, _>>()?;
-    let prefix = raw.ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok()).unwrap_or(64);
+    let networks = networks.iter().map(network).collect::<Result<_, _>>()?;
+    let prefix = ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok()).unwrap_or(64);
     ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
 }
 

@@ -19,11 +19,13 @@ pub(crate) enum CloseReason {
     Full,
     /// Refused: all places of this address are taken by busy connections.
     FullForAddress,
+    /// From a balancer of `listen.proxy_protocol`, without a valid header.
+    ProxyHeader,
 }
 
 impl CloseReason {
     /// Labels in metrics, in the order of the variants.
-    const LABELS: [&str; 7] = [
+    const LABELS: [&str; 8] = [
         "idle",
         "header_timeout",
         "stalled",
@@ -31,6 +33,7 @@ impl CloseReason {
         "evicted",
         "max_connections",
         "max_connections_per_address",
+        "proxy_header",
     ];
 
     /// Returns whether the client is at fault.
