@@ -6,14 +6,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderName, StatusCode, header};
+use http::{HeaderName, header};
 use serde::Serialize;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, watch};
@@ -24,11 +24,12 @@ use super::hot_keys::{DEFAULT_LIMIT, HotKeysBody};
 use super::sampler::{Percentiles, Sampler};
 use super::status::{Status, StatusParts};
 use super::{AccessProblems, Admin};
-use crate::api::problem::Problem;
 use crate::metrics;
 use crate::state::ServerState;
 
-const MAX_STREAMS: usize = 256;
+/// Number of newer streams with which a stream ends, whether they are still open or not. A client
+/// that still reads connects again, so streams without a reader do not keep others out.
+const MAX_STREAMS: u64 = 256;
 /// Number of samples that a slow reader may be behind before it loses the oldest ones.
 const MAX_BEHIND: usize = 16;
 /// Hot keys are sent with every sample of this multiple.
@@ -45,7 +46,10 @@ pub(crate) struct Live {
     opening: Mutex<Option<Opening>>,
     last_sent: Mutex<LastSent>,
     node_latency: Mutex<HashMap<String, Percentiles>>,
-    streams: AtomicUsize,
+    /// Number of open streams.
+    streams: AtomicU64,
+    /// Number of streams that were ever opened.
+    opened: watch::Sender<u64>,
     stopped: watch::Receiver<bool>,
 }
 
@@ -89,7 +93,8 @@ impl Live {
             opening: Mutex::default(),
             last_sent: Mutex::default(),
             node_latency: Mutex::default(),
-            streams: AtomicUsize::new(0),
+            streams: AtomicU64::new(0),
+            opened: watch::Sender::new(0),
             stopped,
         }
     }
@@ -153,26 +158,34 @@ impl Live {
         opening.insert(new).clone()
     }
 
-    /// Takes a place for a stream, if there is one.
-    fn place(self: &Arc<Self>) -> Option<StreamPlace> {
-        let more = |streams: usize| (streams < MAX_STREAMS).then_some(streams + 1);
-        let taken = self.streams.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        taken.ok().map(|_| StreamPlace(Arc::clone(self)))
+    /// Counts a new stream.
+    fn place(self: &Arc<Self>) -> StreamPlace {
+        self.streams.fetch_add(1, Ordering::Relaxed);
+        let mut end = MAX_STREAMS;
+        self.opened.send_modify(|opened| {
+            *opened += 1;
+            end += *opened;
+        });
+        StreamPlace { live: Arc::clone(self), end }
     }
 
     pub(super) fn write_metrics(&self, text: &mut String) {
-        let streams = u64::try_from(self.streams.load(Ordering::Relaxed)).unwrap_or(u64::MAX);
+        let streams = self.streams.load(Ordering::Relaxed);
         let help = "Open streams of live events, such as those of dashboards.";
         metrics::write_numbers(text, &[("tidegate_live_streams", "gauge", help, streams)]);
     }
 }
 
 /// Place of one stream.
-struct StreamPlace(Arc<Live>);
+struct StreamPlace {
+    live: Arc<Live>,
+    /// Number of opened streams with which this one ends.
+    end: u64,
+}
 
 impl Drop for StreamPlace {
     fn drop(&mut self) {
-        self.0.streams.fetch_sub(1, Ordering::Relaxed);
+        self.live.streams.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -184,27 +197,17 @@ impl Drop for StreamPlace {
             status = 200, description = "Events", body = String,
             content_type = "text/event-stream"
         ),
-        (
-            status = 503, description = "Too many streams are open",
-            body = Problem, content_type = "application/problem+json"
-        ),
         AccessProblems,
     )
 )]
-pub(super) async fn handle(State(admin): State<Admin>) -> Result<Response, Problem> {
-    let Some(place) = admin.live.place() else {
-        return Err(Problem::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            format!("{MAX_STREAMS} live streams are open: close some, or poll /v1/history"),
-        ));
-    };
-    let stream = LiveStream::new(place, admin.state);
+pub(super) async fn handle(State(admin): State<Admin>) -> Response {
+    let stream = LiveStream::new(admin.live.place(), admin.state);
     let body = futures_util::stream::unfold(stream, |mut stream| async {
         let bytes = stream.next().await?;
         Some((Ok::<_, Infallible>(bytes), stream))
     });
     let headers = [(header::CONTENT_TYPE, "text/event-stream"), (ACCEL_BUFFERING, "no")];
-    Ok((headers, Body::from_stream(body)).into_response())
+    (headers, Body::from_stream(body)).into_response()
 }
 
 /// Events of one client.
@@ -212,6 +215,7 @@ struct LiveStream {
     place: StreamPlace,
     state: Arc<ServerState>,
     events: broadcast::Receiver<Events>,
+    opened: watch::Receiver<u64>,
     stopped: watch::Receiver<bool>,
     /// Events that are sent before any others.
     pending: VecDeque<Bytes>,
@@ -221,16 +225,16 @@ struct LiveStream {
 
 impl LiveStream {
     fn new(place: StreamPlace, state: Arc<ServerState>) -> Self {
-        let live = &place.0;
+        let live = &place.live;
         // Before the history is read, so that no sample is missed.
         let events = live.events.subscribe();
-        let stopped = live.stopped.clone();
+        let (opened, stopped) = (live.opened.subscribe(), live.stopped.clone());
         let Opening { sample, history, state: other } = live.opening(&state);
         let pending = VecDeque::from([history, other]);
-        Self { place, state, events, stopped, pending, newest: sample }
+        Self { place, state, events, opened, stopped, pending, newest: sample }
     }
 
-    /// Waits for the next events. Returns `None` during shutdown.
+    /// Waits for the next events. Returns `None` during shutdown, and after many newer streams.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(bytes) = self.pending.pop_front() {
@@ -239,6 +243,7 @@ impl LiveStream {
             let received = tokio::select! {
                 biased;
                 _ = self.stopped.wait_for(|stopped| *stopped) => return None,
+                _ = self.opened.wait_for(|opened| *opened >= self.place.end) => return None,
                 received = timeout(KEEP_ALIVE_INTERVAL, self.events.recv()) => received,
             };
             match received {
@@ -248,7 +253,7 @@ impl LiveStream {
                 Ok(Ok(events)) => return Some(events.bytes),
                 // The samples that were lost may have had other events.
                 Ok(Err(RecvError::Lagged(_))) => {
-                    let Opening { state, .. } = self.place.0.opening(&self.state);
+                    let Opening { state, .. } = self.place.live.opening(&self.state);
                     return Some(state);
                 }
                 Ok(Err(RecvError::Closed)) => return None,
@@ -286,7 +291,7 @@ mod tests {
 
     /// Opens a stream, and reads its first events.
     async fn open(live: &Arc<Live>, state: &Arc<ServerState>) -> (LiveStream, Vec<Bytes>) {
-        let mut stream = LiveStream::new(live.place().expect("a place"), Arc::clone(state));
+        let mut stream = LiveStream::new(live.place(), Arc::clone(state));
         let mut opening = Vec::new();
         while !stream.pending.is_empty() {
             opening.extend(stream.next().await);
@@ -334,16 +339,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn streams_are_bounded_and_end_with_the_process() {
+    async fn streams_end_after_many_newer_ones_and_with_the_process() {
         let (live, state, stop) = live().await;
-        let mut places: Vec<_> = (0..MAX_STREAMS).map(|_| live.place()).collect();
-        assert!(places.iter().all(Option::is_some) && live.place().is_none());
-        places.pop();
-        let (mut stream, _) = open(&live, &state).await;
-        assert!(live.place().is_none());
+        let (mut first, _) = open(&live, &state).await;
+        let (mut second, _) = open(&live, &state).await;
+        let newer: Vec<_> = (2..MAX_STREAMS).map(|_| live.place()).collect();
+        live.publish(&"1".into(), &state);
+        assert!(first.next().await.is_some());
+        let newest = live.place();
+        assert!(first.next().await.is_none() && second.next().await.is_some());
         stop.send_replace(true);
-        assert!(stream.next().await.is_none());
-        drop(stream);
-        assert!(live.place().is_some());
+        assert!(second.next().await.is_none());
+        drop((first, second, newer, newest));
+        assert_eq!(live.streams.load(Ordering::Relaxed), 0);
     }
 }
