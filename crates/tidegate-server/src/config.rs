@@ -12,6 +12,7 @@ use tidegate::internals::{Bounded, Document, Ratio, RawPolicy};
 use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, Quota};
 
 use crate::envoy::rules::{Limit, Rule, Rules};
+use crate::gateway::UpstreamTls;
 use crate::key_hash;
 use crate::tls::{self, ListenerTls};
 
@@ -52,6 +53,8 @@ pub(crate) struct Config {
     pub(crate) policies: Policies,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) gateway: GatewayConfig,
+    /// TLS towards upstreams by `gateway.ca`, which a reload renews.
+    pub(crate) upstream_tls: Option<UpstreamTls>,
     /// Configuration file, all files that it names, and folders with files that it names by a
     /// folder or pattern. They are watched for changes.
     pub(crate) files: Vec<PathBuf>,
@@ -236,7 +239,8 @@ fn validate(
     files.extend(tls_files);
     files.extend(store_files);
     let gateway = gateway::validate(document, folder, &raw.gateway)?;
-    files.extend(gateway.ca.clone());
+    let (upstream_tls, ca) = gateway::upstream_tls(document, folder, &raw.gateway)?.unzip();
+    files.extend(ca);
     files.extend(token_files);
     Ok(Config {
         listen,
@@ -245,6 +249,7 @@ fn validate(
         policies,
         envoy,
         gateway,
+        upstream_tls,
         files,
         warnings,
         tls,
@@ -361,6 +366,15 @@ fn envoy(
 }
 
 fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {
+    trusting(document, &raw.trusted_proxies, raw.ipv6_prefix)
+}
+
+/// Returns a [`ClientIp`] that trusts these networks and groups IPv6 addresses by a prefix.
+fn trusting(
+    document: &Document<'_>,
+    networks: &[Spanned<String>],
+    ipv6_prefix: Option<Bounded<1, 128>>,
+) -> Result<ClientIp, ConfigError> {
     let network = |text: &Spanned<String>| -> Result<IpNet, ConfigError> {
         let parsed =
             text.value.parse::<IpNet>().or_else(|_| text.value.parse::<IpAddr>().map(IpNet::from));
@@ -372,8 +386,8 @@ fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp
             document.error_at(text, &message)
         })
     };
-    let networks = raw.trusted_proxies.iter().map(network).collect::<Result<_, _>>()?;
-    let prefix = raw.ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok()).unwrap_or(64);
+    let networks = networks.iter().map(network).collect::<Result<_, _>>()?;
+    let prefix = ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok()).unwrap_or(64);
     ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
 }
 

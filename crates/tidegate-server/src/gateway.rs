@@ -45,8 +45,8 @@ mod upstreams;
 
 use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};
-use client::Clients;
-pub(crate) use client::tls as upstream_tls;
+use client::{Clients, CurrentTls};
+pub(crate) use client::{UpstreamTls, tls as upstream_tls};
 pub(crate) use concurrency::UpstreamLimits;
 use error::ProxyError;
 use exchange::{Exchange, ObservedGateway, UpstreamCall};
@@ -71,10 +71,10 @@ pub(crate) fn service(
     let access_log = settings.access_log.as_ref().map(AccessLog::start).transpose()?;
     let telemetry = Arc::new(Telemetry::new(access_log, Arc::clone(&upstreams)));
     state.set_gateway(Arc::clone(&telemetry));
-    let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
+    let tls = CurrentTls::new(Arc::clone(state)).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
-        clients: Clients::new(tls, settings.connect_timeout, settings.header_timeout),
+        clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout),
         upstreams,
         idle_timeout: settings.idle_timeout,
         min_upload_rate: settings.min_upload_rate,

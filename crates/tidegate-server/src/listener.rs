@@ -15,8 +15,10 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use rustls::ServerConfig;
+use tidegate::ClientIp;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
@@ -36,6 +38,7 @@ mod http2;
 mod lingering;
 mod places;
 mod progress;
+mod proxy_header;
 mod service;
 mod session;
 mod socket;
@@ -54,7 +57,7 @@ pub(crate) use progress::WriteProgress;
 use service::ConnectionService;
 pub(crate) use session::{Input, Session, Step, Turn, serve_session};
 pub(crate) use socket::Socket;
-use socket::Stream;
+use socket::{Stream, UNIX_PEER};
 use wakers::{ConnectionWaker, Wrapped};
 
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
@@ -72,7 +75,7 @@ const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
 /// Client side of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
-    /// Address; 127.0.0.1 on a Unix socket.
+    /// Address; 127.0.0.1 on a Unix socket; that of the client if a balancer names it.
     pub(crate) address: SocketAddr,
     /// Whether the connection uses TLS.
     pub(crate) tls: bool,
@@ -84,6 +87,8 @@ pub(crate) struct ListenerConfig {
     pub(crate) max_connections: usize,
     /// Maximum number of connections from one address, or network of IPv6 addresses.
     pub(crate) max_connections_per_address: usize,
+    /// Trusts the balancers whose connections start with a PROXY header.
+    pub(crate) proxy_protocol: ClientIp,
     /// Maximum number of parallel HTTP/2 streams of a connection.
     pub(crate) max_streams: u32,
     /// Time without a request after which a connection is closed.
@@ -201,15 +206,31 @@ pub(crate) async fn serve_protocol<P: Protocol>(
     );
     let refusals = Arc::new(Semaphore::new(MAX_REFUSALS));
     let config = Arc::new(config);
+    let network_of = |peer: SocketAddr| if peer == UNIX_PEER { None } else { network(peer.ip()) };
+    let mut headers = JoinSet::new();
     loop {
-        let accepted = tokio::select! {
-            accepted = accept(&listener, &places) => accepted,
+        let (stream, address, taken) = tokio::select! {
+            accepted = accept(&listener, &places) => {
+                let Some((stream, peer)) = accepted else { continue };
+                let sends_header = config.proxy_protocol.trusts(peer.ip());
+                // The header names the client whose share of the places is used.
+                match places.take(if sends_header { None } else { network_of(peer) }) {
+                    Ok(taken) if sends_header => {
+                        headers.spawn(read_header(stream, peer, taken, Arc::clone(&places)));
+                        continue;
+                    }
+                    taken => (stream, peer, taken),
+                }
+            }
+            Some(read) = headers.join_next() => {
+                let Ok(Some((stream, client, taken))) = read else { continue };
+                let entered = taken.0.enter(network_of(client));
+                (stream, client, entered.map(|()| taken))
+            }
             _ = stop.wait_for(|stop| *stop) => break,
         };
-        let Some((stream, address)) = accepted else { continue };
         let tls = tls();
-        let network = if stream.is_unix() { None } else { network(address.ip()) };
-        let (place, connection) = match places.take(network) {
+        let (place, connection) = match taken {
             Ok(taken) => taken,
             Err(reason) => {
                 places.count_closed(reason);
@@ -227,32 +248,68 @@ pub(crate) async fn serve_protocol<P: Protocol>(
             let closed = match tls {
                 None => protocol.serve(stream, Accepted { place, connection }, stop, &config).await,
                 // Boxed, because a connection without TLS would carry its large state.
-                Some(tls) => match Box::pin(handshake(stream, tls, &connection)).await {
-                    Ok(stream) => {
-                        let accepted = Accepted { place, connection };
-                        Box::pin(protocol.serve(stream, accepted, stop, &config)).await
+                Some(tls) => {
+                    let handshake =
+                        async { TlsAcceptor::from(tls).accept(stream).await.map_err(|_| None) };
+                    match Box::pin(in_time(handshake, &connection)).await {
+                        Ok(stream) => {
+                            let accepted = Accepted { place, connection };
+                            Box::pin(protocol.serve(stream, accepted, stop, &config)).await
+                        }
+                        Err(reason) => reason,
                     }
-                    Err(reason) => reason,
-                },
+                }
             };
             if let Some(reason) = closed {
                 places.count_closed(reason);
             }
         });
     }
-    drop(listener);
+    drop((listener, headers));
     let _ = tokio::time::timeout(config.drain_timeout, open.closed()).await;
 }
 
-/// Completes a TLS handshake. The error is the reason why this side closed the connection, if it
-/// did.
-async fn handshake(
-    stream: Stream,
-    tls: Arc<ServerConfig>,
+type Taken = (Place, Arc<Connection>);
+
+/// Reads the PROXY header of a balancer, and returns the connection with the address of its client.
+async fn read_header(
+    mut stream: Stream,
+    peer: SocketAddr,
+    taken: Taken,
+    places: Arc<Places>,
+) -> Option<(Stream, SocketAddr, Taken)> {
+    static THROTTLE: LogThrottle = LogThrottle::new();
+    let header = async {
+        let is_invalid = |error: io::Error| error.kind() == io::ErrorKind::InvalidData;
+        let header = stream.read_proxy_header().await;
+        header.map_err(|error| is_invalid(error).then_some(CloseReason::ProxyHeader))
+    };
+    let reason = match in_time(header, &taken.1).await {
+        Ok(client) => return Some((stream, client.unwrap_or(peer), taken)),
+        Err(reason) => reason?,
+    };
+    if reason == CloseReason::ProxyHeader
+        && let Some(suppressed) = THROTTLE.should_log(Instant::now())
+    {
+        tracing::warn!(
+            %peer,
+            suppressed,
+            "connection closed: it is from listen.proxy_protocol and has no valid PROXY header \
+             (logged once per minute)"
+        );
+    }
+    places.count_closed(reason);
+    None
+}
+
+/// Completes the start of a connection, before its first request. The error is the reason why this
+/// side closed the connection, if it did.
+async fn in_time<T>(
+    start: impl Future<Output = Result<T, Option<CloseReason>>>,
     connection: &Connection,
-) -> Result<tokio_rustls::server::TlsStream<Stream>, Option<CloseReason>> {
+) -> Result<T, Option<CloseReason>> {
     tokio::select! {
-        handshake = TlsAcceptor::from(tls).accept(stream) => handshake.map_err(|_| None),
+        started = start => started,
         () = tokio::time::sleep(HEADER_TIMEOUT) => Err(Some(CloseReason::HeaderTimeout)),
         () = poll_fn(|cx| connection.poll_closing(cx)) => Err(connection.closing()),
     }
@@ -357,4 +414,28 @@ fn is_out_of_files(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let code = error.raw_os_error();
     [Errno::MFILE, Errno::NFILE].iter().any(|errno| code == Some(errno.raw_os_error()))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::UnixStream;
+
+    use super::authority::AuthorityFilter;
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn balancer_has_limited_time_for_its_header() {
+        let closed: Arc<ClosedConnections> = Arc::default();
+        let places = Places::new(1, 1, Arc::clone(&closed));
+        let (mut balancer, stream) = UnixStream::pair().expect("a socket");
+        balancer.write_all(b"PROXY TCP4 203.0.113.9").await.expect("sent");
+        let taken = places.take(None).expect("a place");
+        let stream = Stream::Unix(stream, AuthorityFilter::default());
+        let start = tokio::time::Instant::now();
+        assert!(read_header(stream, UNIX_PEER, taken, Arc::clone(&places)).await.is_none());
+        assert_eq!(start.elapsed().as_secs(), HEADER_TIMEOUT.as_secs());
+        let counted: Vec<_> = closed.counts().filter(|(_, count)| *count > 0).collect();
+        assert_eq!(counted, [("header_timeout", 1)]);
+    }
 }

@@ -213,6 +213,7 @@ fn api_listener_config(listen: &Listen, state: &ServerState) -> ListenerConfig {
     ListenerConfig {
         max_connections: listen.max_connections,
         max_connections_per_address: listen.max_connections_per_address,
+        proxy_protocol: listen.proxy_protocol.clone(),
         max_streams: MAX_STREAMS,
         idle_timeout: listen.idle_timeout,
         closed: Arc::clone(&state.metrics.closed_connections),

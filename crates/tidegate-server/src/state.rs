@@ -14,7 +14,7 @@ use crate::api::forward_auth::missing::UsedParts;
 use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Rule, Unit, override_name};
-use crate::gateway::Telemetry;
+use crate::gateway::{Telemetry, UpstreamTls};
 use crate::hot_keys::{self, HotKeys};
 use crate::key_hash;
 use crate::logs::{self, DenialLog};
@@ -40,6 +40,8 @@ pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) tls: Option<ListenerTls>,
+    /// TLS towards upstreams, unless they are trusted by the roots of the system.
+    pub(crate) upstream_tls: Option<UpstreamTls>,
     pub(crate) limiter: PolicyLimiter<Arc<Backend>, Arc<DecisionObserver>>,
     pub(crate) forward_auth_parts: UsedParts,
     /// Whether a policy depends on the method.
@@ -145,6 +147,7 @@ impl ActiveConfig {
             client_ip: config.client_ip,
             envoy: config.envoy,
             tls: config.tls,
+            upstream_tls: config.upstream_tls,
             limiter: limiter.with_timeout(timeout),
             forward_auth_parts,
             reads_method,

@@ -12,6 +12,9 @@ use self::hops::{ReverseHops, parse_address, parse_forwarded};
 
 mod hops;
 
+/// First bytes of the addresses in which a NAT64 translator embeds those of IPv4 (RFC 6052).
+const NAT64_PREFIX: [u8; 12] = [0, 0x64, 0xff, 0x9b, 0, 0, 0, 0, 0, 0, 0, 0];
+
 /// The trusted proxies, and the grouping of IPv6 addresses.
 ///
 /// ```
@@ -104,8 +107,8 @@ impl ClientIp {
             .unwrap_or(direct)
     }
 
-    /// Returns the rate-limiting key of a client: an IPv4 address, or the network of an IPv6
-    /// address, such as `2001:db8:0:1::/64`.
+    /// Returns the rate-limiting key of a client: an IPv4 address, also one that is mapped to IPv6
+    /// or embedded by NAT64, or the network of an IPv6 address, such as `2001:db8:0:1::/64`.
     ///
     /// ```
     /// use tidegate::ClientIp;
@@ -119,12 +122,14 @@ impl ClientIp {
     pub fn group(&self, address: IpAddr) -> String {
         match address.to_canonical() {
             IpAddr::V4(address) => dotted(address),
-            IpAddr::V6(address) => {
-                let network = Ipv6Addr::from_bits(
-                    address.to_bits() & (u128::MAX << (128 - self.ipv6_prefix)),
-                );
-                format!("{network}/{}", self.ipv6_prefix)
-            }
+            IpAddr::V6(address) => nat64_embedded(address).map_or_else(
+                || {
+                    let mask = u128::MAX << (128 - self.ipv6_prefix);
+                    let network = Ipv6Addr::from_bits(address.to_bits() & mask);
+                    format!("{network}/{}", self.ipv6_prefix)
+                },
+                dotted,
+            ),
         }
     }
 
@@ -155,6 +160,15 @@ impl ClientIp {
         }
         last_valid.map(|address| Resolved { address, unparsable: false })
     }
+}
+
+/// Returns the IPv4 address that a NAT64 translator embedded, whose clients are all in one network of
+/// IPv6. That network itself embeds none.
+fn nat64_embedded(address: Ipv6Addr) -> Option<Ipv4Addr> {
+    let octets = address.octets();
+    let [.., a, b, c, d] = octets;
+    let embedded = Ipv4Addr::new(a, b, c, d);
+    (octets.starts_with(&NAT64_PREFIX) && !embedded.is_unspecified()).then_some(embedded)
 }
 
 /// Formats an IPv4 address faster than its `Display`, because it is the key of most limits.
@@ -407,6 +421,26 @@ mod tests {
         for prefix in [0, 129, 255] {
             assert_eq!(ClientIp::new(Vec::new(), prefix), Err(Ipv6PrefixError(prefix)));
         }
+    }
+
+    #[test]
+    fn nat64_addresses_count_by_their_ipv4_address() {
+        for (address, group) in [
+            ("64:ff9b::203.0.113.9", "203.0.113.9"),
+            ("64:ff9b::cb00:710a", "203.0.113.10"),
+            ("64:ff9b::", "64:ff9b::/64"),
+            // Other prefixes than the well-known one are networks like any other.
+            ("64:ff9b:1::203.0.113.9", "64:ff9b:1::/64"),
+            ("64:ff9b::1:203.0.113.9", "64:ff9b::/64"),
+            ("64:ff9c::203.0.113.9", "64:ff9c::/64"),
+        ] {
+            assert_eq!(ClientIp::default().group(ip(address)), group, "{address}");
+            let behind_proxy = resolve(PROXY, &[address], &[]).address;
+            assert_eq!(behind_proxies().group(behind_proxy), group, "{address}");
+        }
+        // Trust needs the address of the peer itself.
+        assert!(!behind_proxies().trusts(ip("64:ff9b::10.0.0.1")));
+        assert!(client_ip(&["64:ff9b::10.0.0.1/128"]).trusts(ip("64:ff9b::10.0.0.1")));
     }
 
     #[test]

@@ -1,36 +1,35 @@
 //! `GET /v1/live`: a stream of server-sent events, for dashboards.
 //!
 //! Each event is serialized once for all streams, which share its bytes. A stream whose client
-//! reads slowly loses samples; the others do not wait for it. The buffers of the sockets hide for
-//! many minutes that a client reads nothing, so the oldest stream makes room for a new one.
+//! reads slowly loses samples; the others do not wait for it.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::fmt::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderName, StatusCode, header};
+use http::{HeaderName, header};
 use serde::Serialize;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{broadcast, oneshot, watch};
-use tokio::time::{Instant, timeout};
+use tokio::sync::{broadcast, watch};
+use tokio::time::timeout;
 
 use super::history::History;
 use super::hot_keys::{DEFAULT_LIMIT, HotKeysBody};
 use super::sampler::{Percentiles, Sampler};
 use super::status::{Status, StatusParts};
 use super::{AccessProblems, Admin};
-use crate::api::problem::Problem;
 use crate::metrics;
 use crate::state::ServerState;
 
-const MAX_STREAMS: usize = 256;
-/// Age from which on a stream makes room for a new one. Its client opens it again if it reads.
-const EVICT_AFTER: Duration = Duration::from_secs(60);
+/// Number of newer streams with which a stream ends, whether they are still open or not. A client
+/// that still reads connects again, so streams without a reader do not keep others out.
+const MAX_STREAMS: u64 = 256;
 /// Number of samples that a slow reader may be behind before it loses the oldest ones.
 const MAX_BEHIND: usize = 16;
 /// Hot keys are sent with every sample of this multiple.
@@ -47,21 +46,11 @@ pub(crate) struct Live {
     opening: Mutex<Option<Opening>>,
     last_sent: Mutex<LastSent>,
     node_latency: Mutex<HashMap<String, Percentiles>>,
-    streams: Mutex<Streams>,
+    /// Number of open streams.
+    streams: AtomicU64,
+    /// Number of streams that were ever opened.
+    opened: watch::Sender<u64>,
     stopped: watch::Receiver<bool>,
-}
-
-/// Streams that are open, by number, so that the oldest is first.
-#[derive(Default)]
-struct Streams {
-    open: BTreeMap<u64, OpenStream>,
-    next: u64,
-}
-
-struct OpenStream {
-    since: Instant,
-    /// Ends the stream when it is dropped.
-    _end: oneshot::Sender<()>,
 }
 
 /// Events of one second.
@@ -104,7 +93,8 @@ impl Live {
             opening: Mutex::default(),
             last_sent: Mutex::default(),
             node_latency: Mutex::default(),
-            streams: Mutex::default(),
+            streams: AtomicU64::new(0),
+            opened: watch::Sender::new(0),
             stopped,
         }
     }
@@ -125,7 +115,7 @@ impl Live {
     /// Adds a sample to the history, and sends it with what else has changed.
     pub(super) fn publish(&self, sample: &Arc<str>, state: &ServerState) {
         let number = self.history().push(Arc::clone(sample));
-        if lock(&self.streams).open.is_empty() {
+        if self.streams.load(Ordering::Relaxed) == 0 {
             return;
         }
         let mut text = String::with_capacity(sample.len() + 64);
@@ -168,23 +158,19 @@ impl Live {
         opening.insert(new).clone()
     }
 
-    /// Takes a place for a stream, if there is one, or an old one makes room.
-    fn place(self: &Arc<Self>) -> Option<StreamPlace> {
-        let Streams { open, next } = &mut *lock(&self.streams);
-        if open.len() >= MAX_STREAMS {
-            open.first_entry()
-                .filter(|oldest| oldest.get().since.elapsed() >= EVICT_AFTER)?
-                .remove();
-        }
-        let number = *next;
-        *next += 1;
-        let (end, ended) = oneshot::channel();
-        open.insert(number, OpenStream { since: Instant::now(), _end: end });
-        Some(StreamPlace { live: Arc::clone(self), number, ended })
+    /// Counts a new stream.
+    fn place(self: &Arc<Self>) -> StreamPlace {
+        self.streams.fetch_add(1, Ordering::Relaxed);
+        let mut end = MAX_STREAMS;
+        self.opened.send_modify(|opened| {
+            *opened += 1;
+            end += *opened;
+        });
+        StreamPlace { live: Arc::clone(self), end }
     }
 
     pub(super) fn write_metrics(&self, text: &mut String) {
-        let streams = u64::try_from(lock(&self.streams).open.len()).unwrap_or(u64::MAX);
+        let streams = self.streams.load(Ordering::Relaxed);
         let help = "Open streams of live events, such as those of dashboards.";
         metrics::write_numbers(text, &[("tidegate_live_streams", "gauge", help, streams)]);
     }
@@ -193,14 +179,13 @@ impl Live {
 /// Place of one stream.
 struct StreamPlace {
     live: Arc<Live>,
-    number: u64,
-    /// Completes when the stream has to make room.
-    ended: oneshot::Receiver<()>,
+    /// Number of opened streams with which this one ends.
+    end: u64,
 }
 
 impl Drop for StreamPlace {
     fn drop(&mut self) {
-        lock(&self.live.streams).open.remove(&self.number);
+        self.live.streams.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -212,29 +197,17 @@ impl Drop for StreamPlace {
             status = 200, description = "Events", body = String,
             content_type = "text/event-stream"
         ),
-        (
-            status = 503, description = "Too many streams are open",
-            body = Problem, content_type = "application/problem+json"
-        ),
         AccessProblems,
     )
 )]
-pub(super) async fn handle(State(admin): State<Admin>) -> Result<Response, Problem> {
-    let Some(place) = admin.live.place() else {
-        return Err(Problem::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            format!(
-                "{MAX_STREAMS} live streams are open: try again in a minute, or poll /v1/history"
-            ),
-        ));
-    };
-    let stream = LiveStream::new(place, admin.state);
+pub(super) async fn handle(State(admin): State<Admin>) -> Response {
+    let stream = LiveStream::new(admin.live.place(), admin.state);
     let body = futures_util::stream::unfold(stream, |mut stream| async {
         let bytes = stream.next().await?;
         Some((Ok::<_, Infallible>(bytes), stream))
     });
     let headers = [(header::CONTENT_TYPE, "text/event-stream"), (ACCEL_BUFFERING, "no")];
-    Ok((headers, Body::from_stream(body)).into_response())
+    (headers, Body::from_stream(body)).into_response()
 }
 
 /// Events of one client.
@@ -242,6 +215,7 @@ struct LiveStream {
     place: StreamPlace,
     state: Arc<ServerState>,
     events: broadcast::Receiver<Events>,
+    opened: watch::Receiver<u64>,
     stopped: watch::Receiver<bool>,
     /// Events that are sent before any others.
     pending: VecDeque<Bytes>,
@@ -254,13 +228,13 @@ impl LiveStream {
         let live = &place.live;
         // Before the history is read, so that no sample is missed.
         let events = live.events.subscribe();
-        let stopped = live.stopped.clone();
+        let (opened, stopped) = (live.opened.subscribe(), live.stopped.clone());
         let Opening { sample, history, state: other } = live.opening(&state);
         let pending = VecDeque::from([history, other]);
-        Self { place, state, events, stopped, pending, newest: sample }
+        Self { place, state, events, opened, stopped, pending, newest: sample }
     }
 
-    /// Waits for the next events. Returns `None` during shutdown, and if the stream has to make room.
+    /// Waits for the next events. Returns `None` during shutdown, and after many newer streams.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(bytes) = self.pending.pop_front() {
@@ -269,7 +243,7 @@ impl LiveStream {
             let received = tokio::select! {
                 biased;
                 _ = self.stopped.wait_for(|stopped| *stopped) => return None,
-                _ = &mut self.place.ended => return None,
+                _ = self.opened.wait_for(|opened| *opened >= self.place.end) => return None,
                 received = timeout(KEEP_ALIVE_INTERVAL, self.events.recv()) => received,
             };
             match received {
@@ -317,7 +291,7 @@ mod tests {
 
     /// Opens a stream, and reads its first events.
     async fn open(live: &Arc<Live>, state: &Arc<ServerState>) -> (LiveStream, Vec<Bytes>) {
-        let mut stream = LiveStream::new(live.place().expect("a place"), Arc::clone(state));
+        let mut stream = LiveStream::new(live.place(), Arc::clone(state));
         let mut opening = Vec::new();
         while !stream.pending.is_empty() {
             opening.extend(stream.next().await);
@@ -364,39 +338,19 @@ mod tests {
         assert!(oldest.starts_with(expected.as_bytes()), "{oldest:?}");
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn oldest_stream_makes_room_after_a_minute() {
-        let (live, state, _stop) = live().await;
-        let (mut oldest, _) = open(&live, &state).await;
-        let mut others = Vec::new();
-        while let Some(place) = live.place() {
-            others.push(LiveStream::new(place, Arc::clone(&state)));
-        }
-        assert_eq!(others.len(), MAX_STREAMS - 1);
-        let half = EVICT_AFTER / 2;
-        tokio::time::advance(half).await;
-        assert!(live.place().is_none());
-        tokio::time::advance(half).await;
-        let (mut newest, _) = open(&live, &state).await;
-        assert!(oldest.next().await.is_none(), "whether or not it is read");
-        drop(oldest);
-        for stream in others.iter_mut().chain([&mut newest]) {
-            assert!(stream.next().await.is_some());
-        }
-        assert!(live.place().is_some(), "the next one");
-    }
-
     #[tokio::test]
-    async fn streams_are_bounded_and_end_with_the_process() {
+    async fn streams_end_after_many_newer_ones_and_with_the_process() {
         let (live, state, stop) = live().await;
-        let mut places: Vec<_> = (0..MAX_STREAMS).map(|_| live.place()).collect();
-        assert!(places.iter().all(Option::is_some) && live.place().is_none());
-        places.pop();
-        let (mut stream, _) = open(&live, &state).await;
-        assert!(live.place().is_none());
+        let (mut first, _) = open(&live, &state).await;
+        let (mut second, _) = open(&live, &state).await;
+        let newer: Vec<_> = (2..MAX_STREAMS).map(|_| live.place()).collect();
+        live.publish(&"1".into(), &state);
+        assert!(first.next().await.is_some());
+        let newest = live.place();
+        assert!(first.next().await.is_none() && second.next().await.is_some());
         stop.send_replace(true);
-        assert!(stream.next().await.is_none());
-        drop(stream);
-        assert!(live.place().is_some());
+        assert!(second.next().await.is_none());
+        drop((first, second, newer, newest));
+        assert_eq!(live.streams.load(Ordering::Relaxed), 0);
     }
 }

@@ -9,7 +9,7 @@ use serde_saphyr::Spanned;
 use tidegate::internals::{Bounded, Document};
 
 use super::{ConfigError, CorsConfig, cors, raw};
-use crate::gateway::{Upstream, UpstreamLimits};
+use crate::gateway::{Upstream, UpstreamLimits, UpstreamTls};
 
 /// Minimum rate of uploads, in bytes per second.
 const DEFAULT_MIN_UPLOAD_RATE: u32 = 240;
@@ -18,7 +18,6 @@ const DEFAULT_MIN_UPLOAD_RATE: u32 = 240;
 pub(crate) struct GatewayConfig {
     /// Valid URLs of the upstreams.
     pub(crate) upstreams: Vec<String>,
-    pub(crate) ca: Option<PathBuf>,
     pub(crate) connect_timeout: Duration,
     pub(crate) header_timeout: Duration,
     pub(crate) idle_timeout: Duration,
@@ -82,14 +81,8 @@ pub(super) fn validate(
     let timeout = |written: Option<raw::GatewayTimeout>, default: u64| {
         written.map_or(Duration::from_secs(default), raw::GatewayTimeout::get)
     };
-    let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
-    if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
-        crate::tls::certificates(ca)
-            .map_err(|error| document.error_at(file, &format!("gateway.ca: {error}")))?;
-    }
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),
-        ca,
         connect_timeout: timeout(raw.connect_timeout, 2),
         header_timeout: timeout(raw.header_timeout, 30),
         idle_timeout: timeout(raw.idle_timeout, 60),
@@ -104,6 +97,19 @@ pub(super) fn validate(
             .map(|raw| access_log(document, folder, raw))
             .transpose()?,
     })
+}
+
+/// Returns the TLS settings towards upstreams and the file with their CA, if it is set.
+pub(super) fn upstream_tls(
+    document: &Document<'_>,
+    folder: &Path,
+    raw: &raw::RawGateway,
+) -> Result<Option<(UpstreamTls, PathBuf)>, ConfigError> {
+    let Some(field) = &raw.ca else { return Ok(None) };
+    let file = folder.join(&field.value);
+    let tls = UpstreamTls::load(Some(&file))
+        .map_err(|error| document.error_at(field, &format!("gateway.ca: {error}")))?;
+    Ok(Some((tls, file)))
 }
 
 fn limits(raw: &raw::RawGateway) -> UpstreamLimits {

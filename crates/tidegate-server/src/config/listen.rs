@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::de::{self, Deserialize, Deserializer, IntoDeserializer as _, Visitor};
 use serde_saphyr::Spanned;
+use tidegate::ClientIp;
 use tidegate::internals::{Bounded, BoundedDuration, Document};
 
 use super::{ConfigError, raw};
@@ -48,6 +49,8 @@ pub(crate) struct Listen {
     /// Time for which requests are accepted after a signal to stop.
     pub(crate) shutdown_delay: Duration,
     pub(crate) allowed_hosts: AllowedHosts,
+    /// Trusts the balancers whose connections start with a PROXY header.
+    pub(crate) proxy_protocol: ClientIp,
 }
 
 impl Listen {
@@ -203,6 +206,7 @@ pub(super) fn validate(
             .unwrap_or(max_connections.div_ceil(2)),
         shutdown_delay: raw.shutdown_delay.map_or(Duration::ZERO, raw::ShutdownDelay::get),
         allowed_hosts: allowed_hosts(document, &raw.allowed_hosts)?,
+        proxy_protocol: super::trusting(document, &raw.proxy_protocol, None)?,
     };
     let is_exposed = !has_admin_token && listen.admin.is_remote();
     if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {

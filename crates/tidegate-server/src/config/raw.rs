@@ -106,6 +106,11 @@ pub(super) struct RawListen {
     /// addresses and localhost; on other addresses this restricts only browsers.
     #[schemars(with = "Vec<HostName>", length(max = 100))]
     pub(super) allowed_hosts: Vec<Spanned<String>>,
+    /// Addresses or networks of balancers whose connections must start with a header of the PROXY
+    /// protocol, version 1 or 2, on every listener. The client that it names is the peer of the
+    /// connection. Other connections have no header.
+    #[schemars(with = "Vec<Network>")]
+    pub(super) proxy_protocol: Vec<Spanned<String>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
@@ -334,7 +339,7 @@ pub(super) struct RawGateway {
     #[schemars(with = "Vec<UpstreamUrl>")]
     pub(super) upstreams: Vec<Spanned<String>>,
     /// CA of the upstreams' certificates, in PEM; the system's roots by default. The path is
-    /// relative to the directory of this file.
+    /// relative to the directory of this file. A changed file is reloaded.
     #[schemars(with = "Option<String>")]
     pub(super) ca: Option<Spanned<String>>,
     /// Timeout for connecting to an upstream, including TLS; 2s by default.

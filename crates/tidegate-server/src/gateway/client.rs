@@ -10,7 +10,7 @@ use std::time::Duration;
 use http::uri::PathAndQuery;
 use http::{Request, Response, Uri};
 use http_body::Body as _;
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -24,6 +24,7 @@ use super::connection::{Progress, UpstreamStream};
 use super::http1::{Failure, Http1Connection, UpstreamBody};
 use super::pool::Connections;
 use super::upstreams::{Protocol, Upstream};
+use crate::state::ServerState;
 
 const HTTP2_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
@@ -32,8 +33,45 @@ const QUEUE_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// Maximum size of the headers in an HTTP/2 response: as much as hyper accepts over HTTP/1.1.
 const MAX_HEADER_BYTES: u32 = 400 * 1024;
 
-/// Clients of both protocols.
+/// TLS settings towards upstreams of both protocols.
 #[derive(Debug, Clone)]
+pub(crate) struct UpstreamTls {
+    http1: Arc<ClientConfig>,
+    http2: Arc<ClientConfig>,
+}
+
+impl UpstreamTls {
+    /// Loads the certificates of `ca`, or those that the system trusts.
+    pub(crate) fn load(ca: Option<&Path>) -> Result<Self, String> {
+        let http1 = tls(ca)?;
+        let mut http2 = http1.clone();
+        http2.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Self { http1: Arc::new(http1), http2: Arc::new(http2) })
+    }
+}
+
+/// TLS settings for the next connection.
+#[derive(Clone)]
+pub(super) struct CurrentTls {
+    state: Arc<ServerState>,
+    /// Settings without `gateway.ca`.
+    system: UpstreamTls,
+}
+
+impl CurrentTls {
+    pub(super) fn new(state: Arc<ServerState>) -> Result<Self, String> {
+        Ok(Self { state, system: UpstreamTls::load(None)? })
+    }
+
+    fn get(&self, protocol: Protocol) -> Arc<ClientConfig> {
+        let active = self.state.active();
+        let tls = active.upstream_tls.as_ref().unwrap_or(&self.system);
+        Arc::clone(if protocol == Protocol::Http1 { &tls.http1 } else { &tls.http2 })
+    }
+}
+
+/// Clients of both protocols.
+#[derive(Clone)]
 pub(super) struct Clients {
     http1: TimeoutConnector,
     http2: Client<TimeoutConnector, UpstreamRequestBody>,
@@ -90,22 +128,20 @@ impl ClientError {
 
 impl Clients {
     pub(super) fn new(
-        tls_config: ClientConfig,
+        tls: &CurrentTls,
         connect_timeout: Duration,
         header_timeout: Duration,
     ) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        let tls = |tls| HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http();
         let http1 = TimeoutConnector {
-            connector: tls(tls_config.clone()).enable_http1().wrap_connector(tcp.clone()),
+            tcp,
+            tls: tls.clone(),
+            protocol: Protocol::Http1,
             timeout: connect_timeout,
         };
-        let http2 = TimeoutConnector {
-            connector: tls(tls_config).enable_http2().wrap_connector(tcp),
-            timeout: connect_timeout,
-        };
+        let http2 = TimeoutConnector { protocol: Protocol::Http2, ..http1.clone() };
         let http2 = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .timer(TokioTimer::new())
@@ -276,9 +312,11 @@ pub(crate) fn tls(ca: Option<&Path>) -> Result<ClientConfig, String> {
 pub(super) struct NoFreeConnection;
 
 /// Connector with a timeout that includes the TLS handshake.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct TimeoutConnector {
-    connector: HttpsConnector<HttpConnector>,
+    tcp: HttpConnector,
+    tls: CurrentTls,
+    protocol: Protocol,
     timeout: Duration,
 }
 
@@ -307,11 +345,12 @@ impl tower::Service<Uri> for TimeoutConnector {
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        tower::Service::poll_ready(&mut self.connector, cx)
+        tower::Service::poll_ready(&mut self.tcp, cx).map_err(Into::into)
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let connecting = tower::Service::call(&mut self.connector, uri);
+        let mut connector = HttpsConnector::from((self.tcp.clone(), self.tls.get(self.protocol)));
+        let connecting = tower::Service::call(&mut connector, uri);
         let timeout = self.timeout;
         Box::pin(async move {
             match tokio::time::timeout(timeout, connecting).await {

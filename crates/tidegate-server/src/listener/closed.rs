@@ -21,6 +21,8 @@ pub(crate) enum CloseReason {
     FullForAddress,
     /// The buffers of all connections are full, and this one needs more.
     BuffersFull,
+    /// From a balancer of `listen.proxy_protocol`, without a valid header.
+    ProxyHeader,
 }
 
 impl CloseReason {
@@ -34,6 +36,7 @@ impl CloseReason {
         "max_connections",
         "max_connections_per_address",
         "buffers_full",
+        "proxy_header",
     ];
 
     /// Returns whether the client is at fault.

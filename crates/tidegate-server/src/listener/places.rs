@@ -97,13 +97,7 @@ impl Places {
         network: Option<String>,
     ) -> Result<(Place, Arc<Connection>), CloseReason> {
         let mut table = self.table();
-        let known = network.as_ref().and_then(|name| table.networks.get(name));
-        if let Some(Network { id, connections }) = known
-            && *connections >= self.max_per_address
-        {
-            let id = *id;
-            self.evict(&mut table, Some(id)).ok_or(CloseReason::FullForAddress)?;
-        }
+        self.make_room_in(&mut table, network.as_ref())?;
         if table.connections >= self.max {
             self.evict(&mut table, None).ok_or(CloseReason::Full)?;
         }
@@ -115,6 +109,14 @@ impl Places {
         table.connections += 1;
         self.mark(index, Some(Instant::now()));
         Ok((Place { places: Arc::clone(self), index }, connection))
+    }
+
+    /// Closes an idle connection of the network if it has as many as are allowed.
+    fn make_room_in(&self, table: &mut Table, network: Option<&String>) -> Result<(), CloseReason> {
+        let known = network.and_then(|name| table.networks.get(name));
+        let full = known.filter(|network| network.connections >= self.max_per_address);
+        let Some(id) = full.map(|network| network.id) else { return Ok(()) };
+        self.evict(table, Some(id)).ok_or(CloseReason::FullForAddress)
     }
 
     /// Closes the connection that has been idle for longest, if any.
@@ -186,6 +188,21 @@ impl PlaceMark {
     }
 }
 
+impl Place {
+    /// Counts the connection for a network, which was not known when the place was taken.
+    pub(super) fn enter(&self, network: Option<String>) -> Result<(), CloseReason> {
+        let mut table = self.places.table();
+        if table.entries[self.index].connection.is_none() {
+            return Err(CloseReason::Evicted);
+        }
+        self.places.make_room_in(&mut table, network.as_ref())?;
+        let id = network.as_ref().map_or(NO_NETWORK, |name| table.enter(name));
+        table.network_of[self.index] = id;
+        table.entries[self.index].network = network;
+        Ok(())
+    }
+}
+
 impl Drop for Place {
     fn drop(&mut self) {
         let mut table = self.places.table();
@@ -248,6 +265,25 @@ mod tests {
         let table = places.table();
         assert_eq!((table.connections, table.networks.len()), (0, 0));
         assert_eq!(table.free.len(), 3 + SPARE_PLACES);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn network_of_a_place_can_be_named_later() {
+        let places = Places::new(4, 1, Arc::default());
+        let first = take(&places, None).await.expect("a place");
+        let second = take(&places, None).await.expect("a place");
+        assert_eq!(first.0.enter(Some("a".to_owned())), Ok(()));
+        // The first connection is idle, and the address has one place.
+        assert_eq!(second.0.enter(Some("a".to_owned())), Ok(()));
+        assert_eq!(first.1.closing(), Some(CloseReason::Evicted));
+        assert_eq!(first.0.enter(Some("b".to_owned())), Err(CloseReason::Evicted));
+        busy(&second.1);
+        let third = take(&places, None).await.expect("a place");
+        assert_eq!(third.0.enter(Some("a".to_owned())), Err(CloseReason::FullForAddress));
+        assert_eq!(third.0.enter(Some("b".to_owned())), Ok(()));
+        drop((first, second, third));
+        let table = places.table();
+        assert_eq!((table.connections, table.networks.len()), (0, 0));
     }
 
     #[tokio::test(start_paused = true)]

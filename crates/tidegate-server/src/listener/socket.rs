@@ -13,13 +13,15 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixSocket, UnixStream};
 
 use super::authority::AuthorityFilter;
+use super::proxy_header;
 use crate::config::ListenAddress;
 
 /// Length of the queue of connections to accept, of which the system may allow less. A client that
 /// finds it full tries again after a second; that of `TcpListener::bind` is 128.
 const BACKLOG: u32 = 4096;
 /// Address of every peer of a Unix socket. It is a process on this host.
-const UNIX_PEER: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+pub(super) const UNIX_PEER: SocketAddr =
+    SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// Socket that accepts connections.
 pub(crate) enum Socket {
@@ -138,8 +140,12 @@ impl Drop for SocketFile {
 }
 
 impl Stream {
-    pub(super) fn is_unix(&self) -> bool {
-        matches!(self, Self::Unix(..))
+    /// Reads the header of a balancer. The filter starts behind it.
+    pub(super) async fn read_proxy_header(&mut self) -> io::Result<Option<SocketAddr>> {
+        match self {
+            Self::Tcp(stream) => proxy_header::read(stream).await,
+            Self::Unix(stream, _) => proxy_header::read(stream).await,
+        }
     }
 }
 

@@ -103,6 +103,27 @@ fn upstreams_with_valid_certificates_can_use_tls_with_both_http_versions() {
     }
 }
 
+#[test]
+fn reload_applies_a_changed_ca_of_the_upstreams() {
+    let folder = with_certificate("tls: {certificate: cert.pem, key: key.pem}\n");
+    let file = folder.path().join("tidegate.yaml");
+    let right_ca = std::fs::read(folder.path().join("ca.pem")).expect("a CA");
+    let service = Service::start_on(folder, &file, &[]);
+    for scheme in ["https", "h2"] {
+        let upstream = format!("{scheme}://localhost:{}", port(&service.http));
+        // The CA of another certificate.
+        let gateway =
+            Service::gateway_in(with_certificate("gateway: {ca: ca.pem}\n"), &[&upstream]);
+        let status =
+            || crate::support::request(&gateway.http, "GET", "/openapi.json", &[], b"").status;
+        assert_eq!(status(), 502, "{scheme}");
+        std::fs::write(gateway.folder().join("ca.pem"), &right_ca).expect("written");
+        gateway.wait_until_logged("configuration reloaded");
+        assert_eq!(status(), 200, "{scheme}");
+        assert!(!gateway.output().contains("need a restart"), "{}", gateway.output());
+    }
+}
+
 #[tokio::test]
 async fn grpc_is_forwarded_with_trailers_and_limited() {
     let service = Service::start("");

@@ -1,29 +1,18 @@
 use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
+use std::net::TcpStream;
 
 use crate::frames::{DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS, PING, field};
-use crate::support::{Response, Service, TEST_TIMEOUT, read_response, request};
+use crate::support::{Response, Service, TEST_TIMEOUT, connect_from, read_response, request};
 use crate::{listen, request_fields, wait_until_closed};
 
 const NO_ERROR: u32 = 0;
 
-/// Connects from an address of this host.
-fn connect_from(source: &str, address: &str) -> TcpStream {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let stream = runtime.expect("a runtime").block_on(async {
-        let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
-        socket.bind(SocketAddr::new(source.parse().expect("an address"), 0)).expect("loopback");
-        let stream = socket.connect(address.parse().expect("an address")).await;
-        stream.expect("the service listens").into_std().expect("a socket")
-    });
-    stream.set_nonblocking(false).expect("a socket");
-    stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
-    stream
-}
-
 /// Returns a connection with a request in flight: its body is not complete.
 fn busy(source: &str, address: &str) -> TcpStream {
-    let mut stream = connect_from(source, address);
+    busy_on(connect_from(source, address))
+}
+
+fn busy_on(mut stream: TcpStream) -> TcpStream {
     let head = b"POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\
         Expect: 100-continue\r\n\r\n";
     stream.write_all(head).expect("sent");
@@ -146,4 +135,42 @@ fn one_address_does_not_take_all_places() {
     let service = Service::start(&config);
     let _busy: Vec<TcpStream> = (0..8).map(|_| busy("127.0.0.1", &service.http)).collect();
     assert_eq!(get(connect_from("127.0.0.1", &service.http)).status, 200);
+}
+
+/// Connects as a balancer that names a client.
+fn behind_balancer(client: &str, address: &str) -> TcpStream {
+    let mut stream = connect_from("127.0.0.2", address);
+    let header = format!("PROXY TCP4 {client} 127.0.0.1 50000 80\r\n");
+    stream.write_all(header.as_bytes()).expect("sent");
+    stream
+}
+
+#[test]
+fn clients_behind_a_balancer_have_their_own_shares() {
+    let service = Service::start(&listen(
+        "max_connections: 16, max_connections_per_address: 2, proxy_protocol: [127.0.0.2]",
+    ));
+    let busy = |client: &str| busy_on(behind_balancer(client, &service.http));
+    let _first = [busy("203.0.113.1"), busy("203.0.113.1")];
+    let refused = get(behind_balancer("203.0.113.1", &service.http));
+    assert_eq!((refused.status, refused.body.as_str()), (503, "too many connections\n"));
+    wait_until_closed(&service, "max_connections_per_address", 1);
+    // The balancer has more connections than an address may have.
+    let _others = [busy("203.0.113.2"), busy("203.0.113.2"), busy("203.0.113.3")];
+    assert_eq!(get(behind_balancer("203.0.113.4", &service.http)).status, 200);
+    assert_eq!(get(connect_from("127.0.0.1", &service.http)).status, 200);
+}
+
+#[test]
+fn connections_without_their_header_make_room_for_others() {
+    let service = Service::start(&listen("max_connections: 4, proxy_protocol: [127.0.0.2]"));
+    let mut waiting: Vec<TcpStream> =
+        (0..12).map(|_| connect_from("127.0.0.2", &service.http)).collect();
+    let _direct = busy("127.0.0.1", &service.http);
+    let _behind_balancer = busy_on(behind_balancer("203.0.113.1", &service.http));
+    // Those that have waited for longest were closed, without an answer.
+    let mut rest = Vec::new();
+    waiting[0].read_to_end(&mut rest).expect("the end of the connection");
+    assert!(rest.is_empty());
+    wait_until_closed(&service, "evicted", 10);
 }

@@ -27,7 +27,7 @@ const TRAEFIK: Recipe<'static> = Recipe {
     changes: &[],
     environment: &[],
 };
-const HAPROXY: Recipe<'static> = Recipe {
+pub(crate) const HAPROXY: Recipe<'static> = Recipe {
     program: "haproxy",
     arguments: &["-f", "haproxy.cfg", "-db"],
     files: &["haproxy/haproxy.cfg", "haproxy/tidegate.lua"],

@@ -15,5 +15,7 @@ mod client;
 mod forward_auth;
 /// Files and process of a proxy.
 mod proxy;
+/// TCP balancers that send PROXY headers.
+mod proxy_protocol;
 /// Envoy with the rate limit service.
 mod rate_limit_service;

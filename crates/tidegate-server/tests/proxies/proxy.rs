@@ -67,6 +67,21 @@ impl Proxy {
             let name = Path::new(file).file_name().expect("a name");
             fs::write(folder.path().join(name), text).expect("written");
         }
+        let mut proxy = Self::launch(recipe, folder, address);
+        let has_decided = |proxy: &Self| {
+            let response = Client(99).send(proxy.address, "GET", "/ready", &[], "");
+            response.is_ok_and(|response| [200, 429].contains(&response.status))
+        };
+        proxy.wait_until("the proxy uses Tidegate", has_decided);
+        proxy
+    }
+
+    /// Starts the program in a folder with its files.
+    pub(crate) fn launch(
+        recipe: &Recipe<'_>,
+        folder: tempfile::TempDir,
+        address: SocketAddr,
+    ) -> Self {
         let log = File::create(folder.path().join("log")).expect("a log");
         let process = Command::new(program(recipe.program))
             .args(recipe.arguments)
@@ -81,13 +96,7 @@ impl Proxy {
             .unwrap_or_else(|error| {
                 panic!("{} cannot be started ({error}): run `make setup`", recipe.program)
             });
-        let mut proxy = Self { address, process, folder };
-        let has_decided = |proxy: &Self| {
-            let response = Client(99).send(proxy.address, "GET", "/ready", &[], "");
-            response.is_ok_and(|response| [200, 429].contains(&response.status))
-        };
-        proxy.wait_until("the proxy uses Tidegate", has_decided);
-        proxy
+        Self { address, process, folder }
     }
 
     pub(crate) fn wait_until(&mut self, what: &str, happened: impl Fn(&Self) -> bool) {
@@ -132,7 +141,7 @@ fn program(name: &str) -> PathBuf {
 }
 
 /// Returns a different port each time, outside the system's ephemeral range.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let start = u16::try_from(std::process::id() % 90).expect("small") * 100;
     for _ in 0..1_000 {

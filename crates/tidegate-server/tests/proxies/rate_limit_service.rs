@@ -6,7 +6,7 @@ use crate::client::Client;
 use crate::proxy::{Proxy, Recipe, changed, deployed};
 use crate::support::{Redis, Response, Service};
 
-const ENVOY: Recipe<'static> = Recipe {
+pub(crate) const ENVOY: Recipe<'static> = Recipe {
     program: "envoy",
     arguments: &[
         "-c",

@@ -5,7 +5,7 @@
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -365,6 +365,20 @@ pub(crate) fn request(
     let mut bytes = text.into_bytes();
     bytes.extend_from_slice(body);
     raw(address, &bytes)
+}
+
+/// Connects from an address of this host.
+pub(crate) fn connect_from(source: &str, address: &str) -> TcpStream {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let stream = runtime.expect("a runtime").block_on(async {
+        let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+        socket.bind(SocketAddr::new(source.parse().expect("an address"), 0)).expect("loopback");
+        let stream = socket.connect(address.parse().expect("an address")).await;
+        stream.expect("the service listens").into_std().expect("a socket")
+    });
+    stream.set_nonblocking(false).expect("a socket");
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+    stream
 }
 
 /// Sends bytes and reads the response.

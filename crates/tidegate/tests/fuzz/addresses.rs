@@ -7,7 +7,8 @@ use tidegate::{ClientIp, Resolved, normalize_host};
 use crate::fuzz;
 
 const PROXY: &str = "10.0.0.1";
-const SEEDS: [&str; 10] = [
+const SEEDS: [&str; 11] = [
+    "64:ff9b::203.0.113.9, 64:ff9b::1:0:5, 64:ff9b::, 10.0.0.2",
     "203.0.113.9, 10.0.0.2",
     "203.0.113.9:80,\t[2001:db8::1]:567 , ::ffff:10.0.0.3",
     "fe80::1%eth0, unknown, 10.0.0.2",
@@ -19,7 +20,8 @@ const SEEDS: [&str; 10] = [
     "\\\\\\\"\\\",\"",
     "1.2.3.4.5, 01.2.3.4, 1.2.3, 0x7f.1, [::1, ::1]",
 ];
-const PIECES: [&str; 22] = [
+const PIECES: [&str; 23] = [
+    "64:ff9b::",
     ",",
     ", ",
     ";",

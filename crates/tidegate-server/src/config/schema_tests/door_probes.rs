@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 41] = [
+pub(super) const DOOR_PROBES: [Probe; 42] = [
     Probe {
         place: "/log_denials",
         valid: &["{}", "null", r#"{"ratio": 0.5}"#],
@@ -181,6 +181,18 @@ pub(super) const DOOR_PROBES: [Probe; 41] = [
             "[null]",
             r#""a.example""#,
             "{}",
+        ],
+    },
+    Probe {
+        place: "/listen/proxy_protocol",
+        valid: &["[]", "null", r#"["10.0.0.5", "10.0.0.0/8", "2001:db8::/32", "::1"]"#],
+        invalid: &[
+            r#"["10.0.0.0/33"]"#,
+            r#"["balancer.example.com"]"#,
+            r#"["10.0.0.5:80"]"#,
+            "[true]",
+            r#""10.0.0.5""#,
+            "true",
         ],
     },
     Probe {
