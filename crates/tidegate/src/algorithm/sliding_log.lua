@@ -229,6 +229,7 @@ local function collapse_future(state, quota)
   local removed = call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf')
   local units = state.units
   if not before or removed > removals then
+    check_slot(key)
     call('UNLINK', key)
   else
     call('ZREMRANGEBYSCORE', key, '-inf', edge)
