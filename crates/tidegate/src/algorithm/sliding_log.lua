@@ -140,7 +140,7 @@ for i = from, to do
           expires = math.floor(expires / 1000) + 1
           if from < to then expires = string.format('%.0f', expires) end
         end
-        call('PEXPIREAT', key, expires)
+        if try('PEXPIREAT', key, expires) ~= 1 then rare = i break end
       end
     end
     if is_single then return pack('<ddd', server_time, times, remaining) end

@@ -350,12 +350,22 @@ local function is_server_condition(text)
   end
 end
 
--- Runs a request. If it fails, its reply is the error.
-local function attempt(request, ...)
+-- Deletes the counts of a request that failed because the user may not run PEXPIREAT, if they were
+-- written without a TTL. That of a key which does not exist tells so.
+local function delete_without_ttl(from, to)
+  if type(try('PEXPIREAT', keys[from] .. '\0', '1')) ~= 'table' then return end
+  for i = from, to do
+    if try('PTTL', keys[i]) == -1 then try('UNLINK', keys[i]) end
+  end
+end
+
+-- Runs a request on these keys. If it fails, its reply is the error.
+local function attempt(from, to, request, ...)
   local before, done, raised = replied, false, LATER
   before_request = work
   if work < MAX_WORK then done, raised = pcall(request, ...) end
   if done then return end
+  if raised ~= LATER then delete_without_ttl(from, to) end
   local text = type(raised) == 'table' and raised.err or tostring(raised)
   text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
   -- An error of Lua, not of a command: a value that the script cannot compute with.
@@ -368,9 +378,9 @@ local function attempt(request, ...)
   reply[replied] = reply[replied] .. text
 end
 
-decide_rare = function(key, spends)
-  attempt(grant, key, new_quota(kind, limit, window, option), cost, times, spends)
+decide_rare = function(at, spends)
+  attempt(at, at, grant, keys[at], new_quota(kind, limit, window, option), cost, times, spends)
 end
 decide_group = function(header, from, to)
-  attempt(group, header, from, to)
+  attempt(from, to, group, header, from, to)
 end
