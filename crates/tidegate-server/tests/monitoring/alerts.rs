@@ -192,6 +192,9 @@ fn every_alert_fires_when_the_thing_breaks() {
     let outage = Service::start(&with_many_policies(&outage));
     let slowed = Service::start(&on_redis(&slow));
     let full = Service::start(&format!("store: {{max_keys: 64}}\n{POLICY}"));
+    // Each key is at its limit after one request.
+    let spent = "store: {max_keys: 64}\npolicies:\n  - {name: p, limit: 1, window: 1h}\n";
+    let spent = Service::start(spent);
     let flooded = Service::start("policies:\n  - {name: p, limit: 5, window: 1h}\n");
     let gone = Service::start(POLICY);
     let differing =
@@ -205,6 +208,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("tidegate-outage", &outage),
         ("tidegate-slow", &slowed),
         ("tidegate-full", &full),
+        ("tidegate-spent", &spent),
         ("tidegate-flooded", &flooded),
         // A job of another name.
         ("limits", &gone),
@@ -237,8 +241,11 @@ fn every_alert_fires_when_the_thing_breaks() {
     let blocker = Blocker::start(&slow);
     let config = std::fs::read_to_string(flooded.file()).expect("a configuration");
     std::fs::write(flooded.file(), config.replace("limit", "limt")).expect("written");
-    let _floods =
-        [Load::start(&flooded.http, "p", 50, 1), Load::start(&full.http, "p", 100, 10_000)];
+    let _floods = [
+        Load::start(&flooded.http, "p", 50, 1),
+        Load::start(&full.http, "p", 100, 10_000),
+        Load::start(&spent.http, "p", 20, 10_000),
+    ];
     let pending = std::fs::read_to_string(full.file()).expect("a configuration");
     std::fs::write(full.file(), pending.replace("max_keys: 64", "max_keys: 65")).expect("written");
     drop(gone);
@@ -258,6 +265,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("TidegateRestartPending", "tidegate-full"),
         ("TidegateMemoryNearCap", "tidegate-full"),
         ("TidegateMemoryEvictedKeys", "tidegate-full"),
+        ("TidegateStoreFull", "tidegate-spent"),
         ("TidegateUpstreamDown", "tidegate-gateway"),
     ]);
     let mut names: Vec<&str> = expected.iter().map(|(name, _)| *name).collect();
