@@ -2,8 +2,8 @@
 -- memory.
 --
 -- Redis: one of two forms.
--- Short, a string of up to 4,096 bytes, as long as every request costs 1. It is read and written as
--- a whole:
+-- Short, a string of up to 4,096 bytes (16,384 while its slot is migrating), as long as every
+-- request costs 1. It is read and written as a whole:
 --   "q", the width of a time, two doubles: the time of the oldest request, and the time until which
 --   the key lives at least; then the requests in the order of time
 --   a request is its time in 4, 5 or 6 bytes (enough for the window; the oldest time has the rest)
