@@ -193,7 +193,7 @@ impl HashSecret {
     }
 
     /// Returns the class of a policy, the same one each time. Its first use takes a class that is
-    /// free; classes are never given back.
+    /// free, and keeps it.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "any bits of a hash")]
     fn class_of(&self, sum: u128) -> u64 {

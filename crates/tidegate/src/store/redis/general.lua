@@ -351,7 +351,7 @@ local function is_server_condition(text)
 end
 
 -- Deletes the counts of a request that failed because the user may not run PEXPIREAT, if they were
--- written without a TTL. That of a key which does not exist tells so.
+-- written without a TTL. The server refuses it for a missing key, too.
 local function delete_without_ttl(from, to)
   if type(try('PEXPIREAT', keys[from] .. '\0', '1')) ~= 'table' then return end
   for i = from, to do
