@@ -1,7 +1,7 @@
 //! Store of the service: memory, or Redis with a deny cache and a fallback.
 
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -30,6 +30,8 @@ pub(crate) enum Backend {
 pub(crate) struct MemoryBackend {
     store: MemoryStore,
     metrics: Arc<Metrics>,
+    /// Time of the last charge without room.
+    last_full: Mutex<Option<Instant>>,
 }
 
 /// Redis and its wrappers, from the outside in: the fallback decides locally, the deny cache
@@ -58,6 +60,9 @@ pub(crate) enum StoreState {
     Down,
 }
 
+/// Time for which memory that has rejected a charge is reported as full.
+const FULL_TTL: Duration = Duration::from_secs(10);
+
 type CachedRedis = DenyCache<InstrumentedStore<RedisStore>>;
 
 /// Store that records each call in metrics and traces.
@@ -76,7 +81,7 @@ impl Backend {
         match config {
             StoreConfig::Memory(settings) => {
                 let store = MemoryStore::builder().max_keys(settings.max_keys).build();
-                Ok(Self::Memory(MemoryBackend { store, metrics }))
+                Ok(Self::Memory(MemoryBackend::new(store, metrics)))
             }
             StoreConfig::Redis(config) => {
                 Ok(Self::Redis(RedisBackend::start(config, metrics).await?))
@@ -86,7 +91,7 @@ impl Backend {
 
     #[cfg(test)]
     pub(crate) fn memory(store: MemoryStore, metrics: Arc<Metrics>) -> Self {
-        Self::Memory(MemoryBackend { store, metrics })
+        Self::Memory(MemoryBackend::new(store, metrics))
     }
 
     /// Returns the timeout for all store calls of one request. Memory needs none.
@@ -99,6 +104,17 @@ impl Backend {
         match self {
             Self::Memory(memory) => &memory.store,
             Self::Redis(redis) => redis.fallback.local(),
+        }
+    }
+
+    /// Returns whether the store is memory, and had no room for a charge in the last seconds.
+    pub(crate) fn is_full(&self) -> bool {
+        match self {
+            Self::Memory(memory) => {
+                let last = *memory.last_full.lock().unwrap_or_else(PoisonError::into_inner);
+                last.is_some_and(|last| last.elapsed() < FULL_TTL)
+            }
+            Self::Redis(_) => false,
         }
     }
 
@@ -203,6 +219,10 @@ fn store_span(action: Action, charges: usize) -> tracing::Span {
 }
 
 impl MemoryBackend {
+    fn new(store: MemoryStore, metrics: Arc<Metrics>) -> Self {
+        Self { store, metrics, last_full: Mutex::new(None) }
+    }
+
     /// Awaits a call in a span, if traces are on.
     async fn traced<T>(&self, action: Action, charges: usize, call: impl Future<Output = T>) -> T {
         let span = store_span(action, charges);
@@ -212,6 +232,10 @@ impl MemoryBackend {
     #[cold]
     fn counted(&self, error: StoreError) -> StoreError {
         self.metrics.count_store_error(&error);
+        if matches!(error, StoreError::Full { .. }) {
+            let now = Some(Instant::now());
+            *self.last_full.lock().unwrap_or_else(PoisonError::into_inner) = now;
+        }
         error
     }
 }

@@ -107,6 +107,7 @@ mod body;
 mod future;
 mod grpc;
 mod headers;
+mod log_throttle;
 mod request_limiter;
 mod request_limiters;
 mod request_parts;
@@ -117,6 +118,8 @@ mod templates;
 pub use body::Body;
 pub use future::ResponseFuture;
 pub use headers::for_each_header_value;
+#[doc(hidden)]
+pub use log_throttle::LogThrottle;
 pub use request_limiter::RequestLimiter;
 pub use request_limiters::{
     ConfigureRequest, PolicyRequestLimiter, QuotaRequestLimiter, RequestOptions,

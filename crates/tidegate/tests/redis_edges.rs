@@ -474,6 +474,29 @@ async fn a_packed_log_of_many_chunks_is_exact_and_deletes_expired_chunks() {
 }
 
 /// A partial refund of the request that filled a chunk changes the sealed chunk.
+/// A group of charges and a refund are decided by the general part of the script, a single acquire
+/// is not: a string may be longer than a chunk, and its oldest requests may have left the window.
+#[tokio::test]
+async fn a_short_packed_log_of_several_chunks_is_exact_beside_another_charge() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    let (log, window) = (packed(1_000, MINUTE), Quota::fixed_window(1_000, LONG).expect("valid"));
+    let charge = Charge::new("u", &log);
+    for _ in 0..600 {
+        clock.advance(50 * SECOND / 1_000);
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    }
+    // The 300 of the first 15 seconds have left.
+    clock.advance(45 * SECOND);
+    let pair = [charge, Charge::new("u", &window)];
+    let decided = limiter.acquire_all(&pair).await.expect("decided");
+    assert_eq!(decided[0].remaining, 1_000 - 301);
+    let refunded = limiter.refund(&charge.with_charged_at(clock.now())).await.expect("refunded");
+    assert_eq!(refunded.remaining, 1_000 - 300);
+    let form: String = redis.query(&["TYPE", &limiter.store().redis_key(&charge)]);
+    assert_eq!(form, "string");
+}
+
 #[tokio::test]
 async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
     let (redis, clock) = (Redis::start(), ManualClock::new());

@@ -86,7 +86,11 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
       `${format.plural(fallback.pending_debit_units, 'unit')} of the last outage still to charge `
       + 'to Redis.');
   }
-  if (memory?.max_keys && memory.keys >= memory.max_keys * NEARLY_FULL) {
+  if (memory?.full) {
+    add('memory full', 'bad', 'Memory full',
+      `There is no room for new counts: ${format.count(memory.keys)} keys, and those at their limit `
+      + 'keep their place. Raise store.max_keys, or find the policy whose keys clients invent.');
+  } else if (memory?.max_keys && memory.keys >= memory.max_keys * NEARLY_FULL) {
     add('memory nearly full', 'warn', 'Memory nearly full',
       `${format.count(memory.keys)} of ${format.plural(memory.max_keys, 'key')}.`);
   }

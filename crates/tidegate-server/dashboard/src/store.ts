@@ -49,7 +49,11 @@ export class Store {
     facts.push(['kind', store.kind === 'redis' ? 'Redis' : 'memory of this process']);
     const part = lostPart(store);
     const down = part === null ? 'down' : `partly down: ${part} unavailable`;
-    facts.push(['state', store.up ? 'up' : down, store.up ? 'ok' : 'bad']);
+    if (store.up && memory?.full) {
+      facts.push(['state', 'full: no room for new keys', 'bad']);
+    } else {
+      facts.push(['state', store.up ? 'up' : down, store.up ? 'ok' : 'bad']);
+    }
     if (fallback) {
       const since = fallback.since_ms === null
         ? '' : ` for ${format.age(nowMs - fallback.since_ms)}`;

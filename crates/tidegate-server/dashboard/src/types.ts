@@ -41,7 +41,7 @@ export interface StoreState {
   health?: StoreHealth | null;
   nodes: StoreNode[];
   fallback: Fallback | null;
-  memory: {keys: number; max_keys: number | null} | null;
+  memory: {keys: number; max_keys: number | null; full?: boolean} | null;
   deny_cache_entries: number | null;
 }
 

@@ -49,6 +49,8 @@ pub(super) struct Readiness {
     ready: bool,
     store: &'static str,
     store_up: bool,
+    /// Whether a store in memory had no room for new counts in the last seconds.
+    store_full: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     store_health: Option<StoreHealth>,
     #[serde(flatten)]
@@ -100,6 +102,7 @@ pub(super) async fn readyz(
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
         store_up: state == StoreState::Up,
+        store_full: admin.state.backend.is_full(),
         store_health,
         redis: redis.filter(|_| is_authorized).map(RedisDetail::new),
         upstreams: upstreams.map(|upstreams| UpstreamsDetail {

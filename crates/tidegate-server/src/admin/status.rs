@@ -88,6 +88,8 @@ struct FallbackStatus {
 struct MemoryStatus {
     keys: usize,
     max_keys: usize,
+    /// Whether a store in memory had no room for new counts in the last seconds.
+    full: bool,
 }
 
 #[derive(Serialize, PartialEq, utoipa::ToSchema)]
@@ -132,7 +134,8 @@ impl Status {
 impl StoreStatus {
     fn new(backend: &Backend, node_latency: &HashMap<String, Percentiles>) -> Self {
         let memory = backend.memory_store();
-        let memory = MemoryStatus { keys: memory.keys(), max_keys: memory.max_keys() };
+        let (keys, max_keys) = (memory.keys(), memory.max_keys());
+        let memory = MemoryStatus { keys, max_keys, full: backend.is_full() };
         let Some(redis) = backend.redis() else {
             return Self {
                 kind: "memory",

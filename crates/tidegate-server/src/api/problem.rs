@@ -6,7 +6,7 @@ use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
 use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
-use tidegate::{Error, PolicyDecision, PolicyDecisions};
+use tidegate::{Error, PolicyDecision, PolicyDecisions, StoreError};
 
 use crate::logs;
 
@@ -97,6 +97,15 @@ impl Problem {
     }
 }
 
+/// Returns the explanation of a failed store for clients.
+pub(crate) fn unavailable(error: &StoreError) -> &'static str {
+    if error.may_have_run() {
+        "the store is unavailable, and a part of the request may have been made: do not repeat it"
+    } else {
+        "the store is unavailable: try again later"
+    }
+}
+
 impl From<Error> for Problem {
     fn from(error: Error) -> Self {
         let status = match &error {
@@ -104,10 +113,7 @@ impl From<Error> for Problem {
             Error::Store(store) => {
                 // The reason is only logged: it may have the addresses of servers.
                 logs::store_failed(store);
-                return Self::new(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    "the store is unavailable: try again later",
-                );
+                return Self::new(StatusCode::SERVICE_UNAVAILABLE, unavailable(store));
             }
             _ => StatusCode::BAD_REQUEST,
         };

@@ -1,38 +1,9 @@
-//! Throttling of log lines that every request could produce: one line per minute, with the number
-//! of suppressed ones.
+//! Throttled log lines of failed stores.
 
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tidegate::StoreError;
-
-const LOG_INTERVAL: Duration = Duration::from_secs(60);
-
-/// Throttle of one log line.
-pub(crate) struct LogThrottle(Mutex<ThrottleState>);
-
-struct ThrottleState {
-    last_logged: Option<Instant>,
-    suppressed: u64,
-}
-
-impl LogThrottle {
-    pub(crate) const fn new() -> Self {
-        Self(Mutex::new(ThrottleState { last_logged: None, suppressed: 0 }))
-    }
-
-    /// Returns the number of lines suppressed since the last one, or `None` to suppress this one.
-    pub(crate) fn should_log(&self, now: Instant) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.last_logged.is_some_and(|last| now.saturating_duration_since(last) < LOG_INTERVAL)
-        {
-            state.suppressed += 1;
-            return None;
-        }
-        state.last_logged = Some(now);
-        Some(std::mem::take(&mut state.suppressed))
-    }
-}
+pub(crate) use tidegate::layer::LogThrottle;
 
 /// Logs, throttled, that the store failed to decide a request. Clients do not see the error itself.
 pub(crate) fn store_failed(error: &StoreError) {
@@ -43,22 +14,5 @@ pub(crate) fn store_failed(error: &StoreError) {
             suppressed,
             "the store failed to decide a request (logged once per minute)"
         );
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_line_per_minute_is_logged_with_the_number_of_suppressed_ones() {
-        let throttle = LogThrottle::new();
-        let start = Instant::now();
-        assert_eq!(throttle.should_log(start), Some(0));
-        for second in 1..60 {
-            assert_eq!(throttle.should_log(start + Duration::from_secs(second)), None);
-        }
-        assert_eq!(throttle.should_log(start + LOG_INTERVAL), Some(59));
-        assert_eq!(throttle.should_log(start + LOG_INTERVAL * 3), Some(0));
     }
 }

@@ -7,6 +7,7 @@ use tidegate::{Error, PolicyDecision, PolicyDecisions, Query, Quota, Timestamp};
 
 use super::reply::{DecisionReply, Reply};
 use super::request::{Dialect, Request, Target};
+use crate::api::problem::unavailable;
 use crate::logs;
 use crate::observer::OWN_QUOTA;
 use crate::state::ActiveConfig;
@@ -71,7 +72,7 @@ fn error_reply(error: &Error) -> Reply {
         Error::Store(store) => {
             // The reason is only logged: it may have the addresses of servers.
             logs::store_failed(store);
-            "ERR the store is unavailable: try again later".to_owned()
+            format!("ERR {}", unavailable(store))
         }
         error => format!("ERR {error}"),
     })

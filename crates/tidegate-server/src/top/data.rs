@@ -70,6 +70,7 @@ pub(super) struct Fallback {
 pub(super) struct Memory {
     pub(super) keys: u64,
     pub(super) max_keys: u64,
+    pub(super) full: bool,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -119,9 +119,13 @@ fn store(view: &View, columns: usize) -> Line {
     }
     if let Some(memory) = &store.memory {
         let is_near_cap = memory.keys.saturating_mul(10) > memory.max_keys.saturating_mul(9);
-        let memory_style = if is_near_cap { style::WARNING } else { PLAIN };
+        let (memory_style, full) = match (memory.full, is_near_cap) {
+            (true, _) => (style::ERROR, ", FULL"),
+            (false, true) => (style::WARNING, ""),
+            (false, false) => (PLAIN, ""),
+        };
         let (keys, max) = (text::count(memory.keys), text::count(memory.max_keys));
-        items.push((memory_style, format!("{keys} of {max} keys")));
+        items.push((memory_style, format!("{keys} of {max} keys{full}")));
     }
     if let Some(entries) = store.deny_cache_entries {
         items.push((PLAIN, format!("{} in the deny cache", text::count(entries))));

@@ -26,6 +26,43 @@ fn unreachable_upstream_is_502_and_503_after_ejection() {
     assert_eq!(statuses[3], (503, true));
 }
 
+/// Memory is full of keys at their limit, whose counts must not be forgotten.
+#[test]
+fn full_memory_is_one_log_line_and_a_state_and_leaves_other_policies() {
+    let upstream = Upstream::responding_with(OK);
+    let config = "\
+store: {max_keys: 340}
+policies:
+  - {name: flooded, match: {path: /flooded}, key: [header.x-user], limit: 1, window: 1h}
+  - {name: login, match: {path: /login}, key: [header.x-user], limit: 2, window: 1h}
+";
+    let gateway = Service::gateway(config, &[&upstream.url()]);
+    let send = |path: &str, user: u32| {
+        request(&gateway.http, "GET", path, &[("X-User", &user.to_string())], b"").status
+    };
+    let is_full = || {
+        let ready = gateway.admin("/readyz").json()["store_full"].clone();
+        assert_eq!(ready, gateway.admin("/v1/status").json()["store"]["memory"]["full"]);
+        ready.as_bool().expect("a boolean")
+    };
+    assert!(!is_full());
+    let statuses: Vec<u16> = (0..600).map(|user| send("/flooded", user)).collect();
+    let undecided = statuses.iter().filter(|status| **status == 503).count();
+    // The policy alone takes 16/17 of the keys.
+    assert_eq!((statuses[319], undecided), (200, 600 - 320), "{statuses:?}");
+    assert!(is_full());
+    let counted = format!("tidegate_store_errors_total{{kind=\"full\"}} {undecided}\n");
+    assert!(gateway.admin("/metrics").body.contains(&counted));
+    for user in 0..10 {
+        let statuses = [send("/login", user), send("/login", user), send("/login", user)];
+        assert_eq!(statuses, [200, 200, 429], "user {user}");
+    }
+    assert_eq!(send("/flooded", 0), 429, "its count is still there");
+    gateway.wait_until_logged("request not decided (logged once per minute)");
+    let lines = gateway.output().lines().filter(|line| line.contains("not decided")).count();
+    assert!(lines <= 2, "{lines} lines for {undecided} requests");
+}
+
 #[test]
 fn unsent_request_is_retried_on_another_upstream() {
     let upstream = Upstream::responding_with(OK);

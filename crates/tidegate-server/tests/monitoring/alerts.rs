@@ -81,6 +81,8 @@ fn promtool_accepts_the_metrics_of_redis_and_of_the_gateway() {
     assert_eq!(promtool(&["check", "metrics"], &metrics), "");
 }
 
+/// Each key is at its limit after one request, so that a full store rejects others.
+const SPENT: &str = "store: {max_keys: 64}\npolicies:\n  - {name: p, limit: 1, window: 1h}\n";
 const POLICY: &str = "policies:\n  - {name: p, limit: 1000000, window: 1h}\n";
 
 /// Returns the rules with times that are a thirtieth of the real ones.
@@ -170,6 +172,18 @@ fn wait_until_firing(prometheus: &Prometheus, mut expected: BTreeSet<(&str, &str
     assert!(on_healthy.is_empty(), "{on_healthy:?}");
 }
 
+/// Waits until none of these alerts fires for its job.
+fn wait_until_ended(prometheus: &Prometheus, ended: &[(&str, &str)]) {
+    prometheus.wait_until(|prometheus| {
+        let firing = prometheus.firing();
+        let fires = |(name, job): &&(&str, &str)| {
+            firing.iter().any(|fired| (&*fired.0, &*fired.1) == (*name, *job))
+        };
+        let left: Vec<_> = ended.iter().filter(fires).collect();
+        if left.is_empty() { Ok(()) } else { Err(format!("the end of {left:?}")) }
+    });
+}
+
 /// Starts a cluster of which no replica takes over within the test, and a service on it.
 fn cluster_with_service() -> (Cluster, Service) {
     let options = ["--cluster-node-timeout", "300000"];
@@ -192,6 +206,7 @@ fn every_alert_fires_when_the_thing_breaks() {
     let outage = Service::start(&with_many_policies(&outage));
     let slowed = Service::start(&on_redis(&slow));
     let full = Service::start(&format!("store: {{max_keys: 64}}\n{POLICY}"));
+    let spent = Service::start(SPENT);
     let flooded = Service::start("policies:\n  - {name: p, limit: 5, window: 1h}\n");
     let gone = Service::start(POLICY);
     let differing =
@@ -205,6 +220,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("tidegate-outage", &outage),
         ("tidegate-slow", &slowed),
         ("tidegate-full", &full),
+        ("tidegate-spent", &spent),
         ("tidegate-flooded", &flooded),
         // A job of another name.
         ("limits", &gone),
@@ -237,8 +253,11 @@ fn every_alert_fires_when_the_thing_breaks() {
     let blocker = Blocker::start(&slow);
     let config = std::fs::read_to_string(flooded.file()).expect("a configuration");
     std::fs::write(flooded.file(), config.replace("limit", "limt")).expect("written");
-    let _floods =
-        [Load::start(&flooded.http, "p", 50, 1), Load::start(&full.http, "p", 100, 10_000)];
+    let _floods = [
+        Load::start(&flooded.http, "p", 50, 1),
+        Load::start(&full.http, "p", 100, 10_000),
+        Load::start(&spent.http, "p", 20, 10_000),
+    ];
     let pending = std::fs::read_to_string(full.file()).expect("a configuration");
     std::fs::write(full.file(), pending.replace("max_keys: 64", "max_keys: 65")).expect("written");
     drop(gone);
@@ -258,6 +277,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("TidegateRestartPending", "tidegate-full"),
         ("TidegateMemoryNearCap", "tidegate-full"),
         ("TidegateMemoryEvictedKeys", "tidegate-full"),
+        ("TidegateStoreFull", "tidegate-spent"),
         ("TidegateUpstreamDown", "tidegate-gateway"),
     ]);
     let mut names: Vec<&str> = expected.iter().map(|(name, _)| *name).collect();
@@ -278,14 +298,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("TidegateConfigReloadFailing", "tidegate-flooded"),
         ("TidegateStorePartlyDown", "tidegate-cluster"),
     ];
-    prometheus.wait_until(|prometheus| {
-        let firing = prometheus.firing();
-        let fires = |(name, job): &(&str, &str)| {
-            firing.iter().any(|fired| (&*fired.0, &*fired.1) == (*name, *job))
-        };
-        let left: Vec<_> = ended.into_iter().filter(fires).collect();
-        if left.is_empty() { Ok(()) } else { Err(format!("the end of {left:?}")) }
-    });
+    wait_until_ended(&prometheus, &ended);
 }
 
 #[test]

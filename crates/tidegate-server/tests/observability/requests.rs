@@ -179,7 +179,8 @@ fn status_has_the_version_the_store_and_the_file() {
     let store = &status["store"];
     assert_eq!((&store["kind"], &store["up"]), (&json!("memory"), &json!(true)));
     assert_eq!((&store["nodes"], &store["fallback"]), (&json!([]), &Value::Null));
-    assert_eq!(store["memory"], json!({"keys": 3, "max_keys": 10_000_000}));
+    let memory = json!({"keys": 3, "max_keys": 10_000_000, "full": false});
+    assert_eq!(store["memory"], memory);
     let reload = &status["reload"];
     assert_eq!((&reload["ok"], &reload["at_ms"]), (&json!(true), &Value::Null));
     assert_eq!(reload["config_file"], json!(service.file()));

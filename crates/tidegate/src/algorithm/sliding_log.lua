@@ -140,7 +140,7 @@ for i = from, to do
           expires = math.floor(expires / 1000) + 1
           if from < to then expires = string.format('%.0f', expires) end
         end
-        call('PEXPIREAT', key, expires)
+        if try('PEXPIREAT', key, expires) ~= 1 then rare = i break end
       end
     end
     if is_single then return pack('<ddd', server_time, times, remaining) end
@@ -229,6 +229,7 @@ local function collapse_future(state, quota)
   local removed = call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf')
   local units = state.units
   if not before or removed > removals then
+    check_slot(key)
     call('UNLINK', key)
   else
     call('ZREMRANGEBYSCORE', key, '-inf', edge)

@@ -2,8 +2,8 @@
 -- memory.
 --
 -- Redis: one of two forms.
--- Short, a string of up to 4,096 bytes, as long as every request costs 1. It is read and written as
--- a whole:
+-- Short, a string of up to 4,096 bytes (16,384 while its slot is migrating), as long as every
+-- request costs 1. It is read and written as a whole:
 --   "q", the width of a time, two doubles: the time of the oldest request, and the time until which
 --   the key lives at least; then the requests in the order of time
 --   a request is its time in 4, 5 or 6 bytes (enough for the window; the oldest time has the rest)
@@ -123,6 +123,8 @@ end
 
 local SHORT, LONG = 113, 114 -- "q", "r"
 local SHORT_HEADER, SHORT_HEADER_SIZE, MAX_SHORT = '<BBdd', 18, 4096
+-- While its slot is migrating, a short log cannot become a long one.
+local MAX_SHORT_MIGRATING = 16384
 -- A long log becomes a short one when it needs no more than this.
 local MAX_SHORTENED = 2048
 -- tag, width, narrow, count, first, base, units, newest, lives_until, oldest_chunk
@@ -279,13 +281,13 @@ end
 -- Creates a log from a short string, or an empty one.
 local function new_log(key, text, width, newest, lives_until)
   local log = {
-    key = key, open = text, open_start = 0, chunks = {}, changed = {}, newest = newest,
-    first = 0, live = 0, base = 0, gone = 0, units = 0, spent = 0, lives_until = lives_until,
-    oldest_chunk = 0, is_short = true,
+    key = key, chunks = {}, changed = {}, newest = newest, first = 0, live = 0, base = 0, gone = 0,
+    units = 0, spent = 0, lives_until = lives_until, oldest_chunk = 0, is_short = true,
   }
   set_width(log, width)
   log.count = floor(#text / width)
   log.narrow = log.count
+  set_text(log, 0, text)
   return log, log.count
 end
 
@@ -323,7 +325,7 @@ local function read_log(key, quota)
     end
   end
   local log = new_log(key, '', width_for(quota.window), 0, 0)
-  log.is_foreign = text ~= false
+  log.is_foreign, log.is_missing = text ~= false, text == false
   return log, 0
 end
 
@@ -424,7 +426,7 @@ algorithms[2] = {
     return log.units == 0
   end,
 
-  save = function(key, log, quota)
+  prepare = function(key, log, quota)
     -- Skip requests that have left the window, and remove their chunks.
     log.base, log.first, log.gone = (log.base + log.gone) % TOTAL_MODULUS, log.live, 0
     local width = width_for(quota.window)
@@ -473,36 +475,50 @@ algorithms[2] = {
     if lives_until < log.newest + quota.window or lives_until > log.newest + 1e14 then
       lives_until = log.newest + quota.window + floor(quota.window / 8)
     end
+    log.new_units, log.new_lives_until = units, lives_until
+    local size = SHORT_HEADER_SIZE + (log.count - log.first) * log.width
     local has_no_totals = log.narrow == log.count
-    local max_short = log.is_short and MAX_SHORT or MAX_SHORTENED
-    local size = (log.count - log.first) * log.width
-    if has_no_totals and log.first >= log.open_start and SHORT_HEADER_SIZE + size <= max_short then
-      -- UNLINK frees a large hash in the background; SET would not.
-      if not log.is_short then call('UNLINK', key) end
-      local text = sub(log.open, bytes_between(log, log.open_start, log.first) + 1)
+    local is_short = has_no_totals and (log.is_short and size <= MAX_SHORT
+      or log.first >= log.open_start and size <= MAX_SHORTENED)
+    -- Only UNLINK makes room for a hash, and it frees a large one in the background; SET would not.
+    log.is_new = log.is_foreign or is_short ~= log.is_short or log.is_replaced and not is_short
+    log.must_unlink = log.is_new and not log.is_missing
+    if log.must_unlink and not (log.is_foreign or log.is_replaced) and migration_error(key) then
+      -- The form stays, unless that of a string becomes too long.
+      is_short = log.is_short
+      log.is_new = is_short and not (has_no_totals and size <= MAX_SHORT_MIGRATING)
+      log.must_unlink = log.is_new
+    end
+    log.saves_short = is_short
+  end,
+
+  save = function(key, log)
+    local lives_until = log.new_lives_until
+    if log.saves_short then
+      local start = chunk_start(log.first)
+      local text = text_between(log, start, log.count)
+      text = sub(text, bytes_between(log, start, log.first) + 1)
       local header = pack(SHORT_HEADER, SHORT, log.width, time_at(log, log.first), lives_until)
       call('SET', key, header .. text, 'PXAT', expiry(lives_until))
       return
     end
 
     local dropped = {}
-    if log.is_short or log.is_replaced then
-      call('UNLINK', key)
-    else
+    if not log.is_new then
       local last = math.min(floor(log.first / CHUNK), log.oldest_chunk + MAX_DROPPED) - 1
       for number = log.oldest_chunk, last do dropped[#dropped + 1] = whole(number) end
       log.oldest_chunk = log.oldest_chunk + #dropped
     end
     local fields = {'log', pack(HEADER, LONG, log.width, log.narrow, log.count, log.first, log.base,
-      units, log.newest, lives_until, log.oldest_chunk) .. log.open}
+      log.new_units, log.newest, lives_until, log.oldest_chunk) .. log.open}
     -- A sliding counter has another value there, so it never mistakes this hash for its own.
-    if log.is_short or log.is_replaced then fields[3], fields[4] = 'window', 'packed' end
+    if log.is_new then fields[3], fields[4] = 'window', 'packed' end
     for start in pairs(log.changed) do
       fields[#fields + 1], fields[#fields + 2] = whole(start / CHUNK), log.chunks[start]
     end
     call('HSET', key, unpack(fields))
     if #dropped > 0 then call('HDEL', key, unpack(dropped)) end
-    if log.is_short or log.is_replaced or lives_until ~= log.lives_until then
+    if log.is_new or lives_until ~= log.lives_until then
       call('PEXPIREAT', key, expiry(lives_until))
     end
   end,

@@ -16,9 +16,10 @@ use crate::policy::{Attributes, normalize_host, text, trimmed};
 /// requests through it.
 ///
 /// The host is in lower case and without its port, and several headers of one name are one,
-/// separated by commas (cookies by semicolons). Of several query parameters or cookies of one name, the first is returned;
-/// a request with different ones is ambiguous, and an error for a policy that counts by them. Bytes
-/// that are not UTF-8 have a character for each byte, so that different values stay different keys.
+/// separated by commas (cookies by semicolons). Of several query parameters or cookies of one name,
+/// the first is returned. A request with several headers of one name, or with different parameters
+/// or cookies of one name, is ambiguous, and an error for a policy that counts by them. Bytes that
+/// are not UTF-8 have a character for each byte, so that different values stay different keys.
 /// Policies normalize the values further, so that another spelling is not another key.
 ///
 /// ```

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
@@ -12,6 +12,7 @@ use http::{HeaderValue, Response, StatusCode};
 use super::body::Body;
 use super::grpc::{self, Code};
 use super::headers::RenderedHeaders;
+use super::log_throttle::LogThrottle;
 use crate::charge::ChargeError;
 use crate::decision::Source;
 use crate::headers::{PolicyState, QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
@@ -148,7 +149,10 @@ impl Responses {
         // Only the operator sees the reason: it may name servers.
         let (status, code) = class(error);
         if status.is_server_error() {
-            tracing::warn!(%error, "request not decided");
+            static THROTTLE: LogThrottle = LogThrottle::new();
+            if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
+                tracing::warn!(%error, suppressed, "request not decided (logged once per minute)");
+            }
         }
         if grpc::is_grpc(&parts.headers) {
             return grpc::response(&parts.headers, code, &explanation(error), None);

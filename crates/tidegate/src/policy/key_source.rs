@@ -68,7 +68,8 @@ impl KeySource {
     }
 
     /// Returns a header of an HTTP request: `header.NAME`. Header names are case-insensitive.
-    /// Several headers of one name count as one value, separated by commas.
+    /// A request with several headers of this name is refused, because servers differ in which of
+    /// them they read.
     ///
     /// # Errors
     ///
@@ -86,7 +87,7 @@ impl KeySource {
     }
 
     /// Returns a parameter of the query of an HTTP request: `query.NAME`. The name is
-    /// case-sensitive; of several parameters of one name, the first counts.
+    /// case-sensitive. A request with different values of this name is refused.
     ///
     /// # Errors
     ///
@@ -95,9 +96,9 @@ impl KeySource {
         Self::named(&format!("query.{name}"))
     }
 
-    /// Returns a cookie of an HTTP request: `cookie.NAME`. The name is case-sensitive; of several
-    /// cookies of one name, the first counts. Clients choose their cookies: a key that a client
-    /// must not change needs a verified value, such as a [custom](Self::custom) attribute.
+    /// Returns a cookie of an HTTP request: `cookie.NAME`. The name is case-sensitive. A request
+    /// with different values of this name is refused. Clients choose their cookies: a key that a
+    /// client must not change needs a verified value, such as a [custom](Self::custom) attribute.
     ///
     /// # Errors
     ///

@@ -87,16 +87,27 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let joint = self.decide_group(&mut deadline, action, entries, is_enforced_acquire).await?;
         let denied = is_denied(entries);
         let mut charged = if denied { Vec::new() } else { joint };
-        let mut result = Ok(());
+        let (mut result, mut is_refunded) = (Ok(()), false);
         for (position, entry) in entries.iter_mut().enumerate() {
+            let is_refund = entry.action() == Action::Refund;
             match self.decide_remaining(&mut deadline, entry, denied).await {
                 Ok(true) => charged.push(position),
-                Ok(false) => {}
+                Ok(false) => is_refunded |= is_refund && entry.decided,
                 Err(error) => {
                     result = Err(error);
-                    break;
+                    // A refund does not depend on the others.
+                    if !is_refund {
+                        break;
+                    }
                 }
             }
+        }
+        if let Err(Error::Store(error)) = &result
+            && is_refunded
+            && !error.may_have_run()
+        {
+            // The units that were returned must not be returned again.
+            result = Err(Error::Store(error.clone().answer_lost()));
         }
         if result.is_err() || is_denied(entries) {
             self.compensate(entries, &charged, asked_at).await;

@@ -77,7 +77,7 @@ async fn requests_are_served_with_a_fallback_while_redis_is_down() {
     }
 }
 
-/// Memory whose acquires of the policy `fails` fail.
+/// Memory whose acquires and refunds of the policy `fails` fail.
 struct FailsFor(MemoryStore);
 
 impl Store for FailsFor {
@@ -86,7 +86,8 @@ impl Store for FailsFor {
         action: tidegate::Action,
         charge: &tidegate::Charge<'_>,
     ) -> Result<tidegate::Decision, tidegate::StoreError> {
-        if charge.policy() == "fails" && action == tidegate::Action::Acquire {
+        let is_charge = matches!(action, tidegate::Action::Acquire | tidegate::Action::Refund);
+        if charge.policy() == "fails" && is_charge {
             return Err(tidegate::StoreError::Unreachable("gone".to_owned()));
         }
         self.0.decide(action, charge).await
@@ -121,6 +122,34 @@ async fn error_after_the_joint_charge_returns_its_units() {
     let works = Charge::new("k", &quota).with_policy("works");
     let left = limiter.limiter().acquire(&works).await.expect("decided").remaining;
     assert_eq!(left, 4, "an undecided request takes nothing");
+}
+
+/// A client that repeated the refund would get the units of `works` twice.
+#[tokio::test]
+async fn refund_that_was_made_in_part_must_not_be_repeated() {
+    use tidegate::internals::PreparedCharge;
+    use tidegate::{Action, Charge, Policies, PolicyLimiter, Query};
+    let quota = Quota::fixed_window(5, LONG).expect("valid");
+    let limiter =
+        PolicyLimiter::new(Limiter::new(FailsFor(MemoryStore::new())), Policies::default());
+    let works = Charge::new("k", &quota).with_policy("works");
+    for (policies, is_made) in [
+        (vec!["works", "fails"], true),
+        (vec!["fails", "works"], true),
+        (vec!["fails", "fails"], false),
+    ] {
+        let _ = limiter.limiter().acquire(&works).await.expect("decided");
+        let refund = |policy: &&'static str| {
+            let charge = PreparedCharge::new(*policy, "k", &quota).with_action(Action::Refund);
+            charge.with_unknown_time_allowed()
+        };
+        let query = Query::prepared(policies.iter().map(refund).collect());
+        let failed = limiter.decide(Action::Refund, query).await;
+        let may_have_run = matches!(&failed, Err(Error::Store(error)) if error.may_have_run());
+        assert_eq!(may_have_run, is_made, "{policies:?}: {failed:?}");
+        let left = limiter.limiter().peek(&works).await.expect("decided").remaining;
+        assert_eq!(left, if is_made { 4 } else { 3 }, "{policies:?}");
+    }
 }
 
 #[tokio::test]

@@ -93,6 +93,12 @@ impl Room {
         self.by_class.iter().map(|taken| taken.load(Ordering::Relaxed)).sum()
     }
 
+    /// Returns the room that a class may take.
+    fn available_to(&self, class: PolicyClass) -> usize {
+        let free = self.max.saturating_sub(self.taken());
+        free.min(free.saturating_mul(MAX_SHARE).saturating_sub(self.taken_by(class)))
+    }
+
     /// Takes room, which is counted for its class only when it is [used](Self::count). Returns
     /// whether there is that much, and this class may take it.
     fn try_take(&self, class: PolicyClass, amount: usize) -> bool {
@@ -137,14 +143,25 @@ impl<'a> Reservation<'a> {
         Self { capacity: &store.capacity, keys: 0, log_entries: 0 }
     }
 
-    /// Grows the reservation by what it lacks. Returns false if there is no room.
-    pub(super) fn reserve(&mut self, class: PolicyClass, lack: Lack) -> bool {
-        let (room, reserved, wanted) = match lack {
+    /// Returns the room of a kind, the reserved part of it, and the part that is wanted.
+    fn of_kind(&mut self, lack: Lack) -> (&'a Room, &mut usize, usize) {
+        match lack {
             Lack::Keys(keys) => (&self.capacity.keys, &mut self.keys, keys),
             Lack::LogEntries(entries) => {
                 (&self.capacity.log_entries, &mut self.log_entries, entries)
             }
-        };
+        }
+    }
+
+    /// Returns the room that evictions must make, so that the reservation can grow.
+    pub(super) fn missing(&mut self, class: PolicyClass, lack: Lack) -> usize {
+        let (room, reserved, wanted) = self.of_kind(lack);
+        wanted.saturating_sub(*reserved).saturating_sub(room.available_to(class))
+    }
+
+    /// Grows the reservation by what it lacks. Returns false if there is no room.
+    pub(super) fn reserve(&mut self, class: PolicyClass, lack: Lack) -> bool {
+        let (room, reserved, wanted) = self.of_kind(lack);
         let is_reserved = *reserved >= wanted || room.try_take(class, wanted - *reserved);
         if is_reserved {
             *reserved = wanted.max(*reserved);

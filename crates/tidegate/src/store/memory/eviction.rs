@@ -37,11 +37,16 @@ impl MemoryStore {
             return Err(full);
         }
         let class = fingerprint.policy_class();
-        let rank = |other, state| self.eviction_rank(fingerprint, lack, other, state);
         let (mut scanned, mut shards) = (0, 0);
         let (mut entries, mut least) = (0, None);
+        // Keys that are evicted once their room is enough: a charge without room forgets none.
+        let (mut victims, mut room) = (Vec::new(), 0);
         while scanned < MAX_EVICTION_SCAN {
             let index = self.capacity.eviction_cursor.fetch_add(1, Ordering::Relaxed) % SHARDS;
+            let rank = |other: Fingerprint, state| {
+                let is_new = !victims.contains(&other);
+                self.eviction_rank(fingerprint, lack, other, state).filter(|_| is_new)
+            };
             let sample = self.shards[index].lock().sample(now, &self.capacity, rank);
             // An empty shard counts too, so that the loop ends.
             scanned += sample.entries.max(1);
@@ -56,38 +61,56 @@ impl MemoryStore {
                 continue;
             }
             entries = 0;
-            if let Some((_, victim)) = least.take()
-                && self.evict(victim, lack, rank, reservation)
-                && reservation.reserve(class, lack)
-            {
+            let Some((_, victim)) = least.take() else { continue };
+            room += self.room_of(victim, lack);
+            victims.push(victim);
+            let missing = reservation.missing(class, lack);
+            if room < missing {
+                continue;
+            }
+            if missing > 0 {
+                for victim in victims.drain(..) {
+                    self.evict(fingerprint, victim, lack, reservation);
+                }
+                room = 0;
+            }
+            if reservation.reserve(class, lack) {
                 return Ok(());
             }
         }
         Err(full)
     }
 
-    /// Evicts a key for the reservation, unless its rank is gone. Returns whether it was evicted.
-    fn evict<R>(
+    /// Returns the room that the eviction of a key would make.
+    fn room_of(&self, victim: Fingerprint, lack: Lack) -> usize {
+        let table = self.shard(victim).lock();
+        let Ok(at) = table.find(victim) else { return 0 };
+        match lack {
+            Lack::Keys(_) => 1,
+            Lack::LogEntries(_) => table.logs.capacity_of(table.state(at)),
+        }
+    }
+
+    /// Evicts a key for the reservation of another, unless it may not be evicted any more.
+    fn evict(
         &self,
+        fingerprint: Fingerprint,
         victim: Fingerprint,
         lack: Lack,
-        rank: impl Fn(Fingerprint, PackedState) -> Option<R>,
         reservation: &mut Reservation<'_>,
-    ) -> bool {
+    ) {
         let mut table = self.shard(victim).lock();
-        let found = table.find(victim).ok();
-        let Some(at) = found.filter(|at| rank(victim, table.state(*at)).is_some()) else {
-            return false;
-        };
-        reservation.reuse(table.remove(at), lack);
-        self.capacity.evicted.fetch_add(1, Ordering::Relaxed);
-        true
+        let Ok(at) = table.find(victim) else { return };
+        if self.eviction_rank(fingerprint, lack, victim, table.state(at)).is_some() {
+            reservation.reuse(table.remove(at), lack);
+            self.capacity.evicted.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Returns the rank of another key that may be evicted for this one, the least first: of the
     /// policy that has taken the most room, then of the least usage, then of the oldest last write.
-    /// A policy that has taken less loses none, so a flood on one policy does not empty another. The size of a
-    /// log does not matter, and neither does the time until a key expires.
+    /// A policy that has taken less loses none, so a flood on one policy does not empty another. The
+    /// size of a log does not matter, and neither does the time until a key expires.
     fn eviction_rank(
         &self,
         fingerprint: Fingerprint,

@@ -38,6 +38,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::RangeInclusive;
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::charge::Charge;
 use crate::key::MAX_KEY_BYTES;
@@ -96,8 +97,8 @@ impl Fingerprint {
     }
 }
 
-/// A hash of a policy's name, below [`COUNT`](Self::COUNT). The policies of one class share an
-/// allowance.
+/// The number of a policy, below [`COUNT`](Self::COUNT), whose keys have an allowance of their own.
+/// Beyond some hundred policies in one process, some share a class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PolicyClass(pub(super) usize);
 
@@ -109,6 +110,8 @@ impl PolicyClass {
 const CLASS_MASK: u64 = PolicyClass::COUNT as u64 - 1;
 /// A bit of the low half that is clear in all fingerprints but [`Fingerprint::NONE`].
 const NONE_BIT: u64 = 1 << 30;
+/// Number of classes that a policy may have, from its hash on.
+const MAX_CLASS_PROBES: u64 = 16;
 /// Number of words in the longest text.
 const WORDS: usize = MAX_KEY_BYTES / 8;
 /// Lengths of keys with two words.
@@ -128,6 +131,8 @@ pub(super) struct HashSecret {
     key: [Limbs; WORDS],
     policy_length: Limbs,
     policy: [Limbs; WORDS],
+    /// The policy of each class: a part of its sum, or 0 while the class is free.
+    classes: [AtomicU64; PolicyClass::COUNT],
     /// Hashes texts longer than any valid key. Only callers that bypass the limiter send them.
     oversized: RandomState,
 }
@@ -165,6 +170,7 @@ impl HashSecret {
             key: [(); WORDS].map(|()| words.limbs()),
             policy_length: words.limbs(),
             policy: [(); WORDS].map(|()| words.limbs()),
+            classes: [const { AtomicU64::new(0) }; PolicyClass::COUNT],
             oversized: RandomState::new(),
         }
     }
@@ -175,7 +181,6 @@ impl HashSecret {
     }
 
     /// Returns the policy's part of the sum, which all keys share, and the policy's class.
-    #[expect(clippy::cast_possible_truncation, reason = "any ten bits")]
     fn policy_sum(&self, name: &str) -> PolicySum {
         let mut sum = Sum { low: self.start[0].into(), high: self.start[1].into() };
         if name.len() <= MAX_KEY_BYTES {
@@ -184,7 +189,28 @@ impl HashSecret {
             sum.add_text(&self.policy_length, &self.policy, self.digest(name).as_bytes());
         }
         let sum = sum.modulo_prime();
-        PolicySum { sum, class: (sum >> 48) as u64 & CLASS_MASK }
+        PolicySum { sum, class: self.class_of(sum) }
+    }
+
+    /// Returns the class of a policy, the same one each time. Its first use takes a class that is
+    /// free, and keeps it.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "any bits of a hash")]
+    fn class_of(&self, sum: u128) -> u64 {
+        let (home, policy) = ((sum >> 48) as u64, (sum >> 64) as u64 | 1);
+        for probe in 0..MAX_CLASS_PROBES {
+            let class = home.wrapping_add(probe) & CLASS_MASK;
+            let slot = &self.classes[class as usize];
+            let mut found = slot.load(Ordering::Relaxed);
+            if found == 0 {
+                let taken = slot.compare_exchange(0, policy, Ordering::Relaxed, Ordering::Relaxed);
+                found = taken.err().unwrap_or(policy);
+            }
+            if found == policy {
+                return class;
+            }
+        }
+        home & CLASS_MASK
     }
 
     #[inline(always)]
@@ -367,7 +393,7 @@ fn folded_product(a: u64, b: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
+    use std::collections::{HashMap, HashSet};
 
     use proptest::prelude::*;
 
@@ -413,6 +439,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn hundreds_of_policies_have_classes_of_their_own() {
+        let secret = HashSecret::new();
+        let class = |number: usize| secret.policy_sum(&format!("policy-{number}")).class;
+        let classes: Vec<u64> = (0..300).map(class).collect();
+        let different: HashSet<u64> = classes.iter().copied().collect();
+        assert_eq!(different.len(), 300);
+        // Others do not change them, and get one, too, though it may be that of another policy.
+        assert!((0..10_000).map(class).all(|class| class < PolicyClass::COUNT as u64));
+        assert_eq!((0..300).map(class).collect::<Vec<_>>(), classes);
     }
 
     const PRIME: u128 = (1 << 127) - 1;

@@ -28,6 +28,12 @@ impl Logs {
         removed.capacity()
     }
 
+    /// Returns the number of entries that the memory of a key's log has room for, if it has one.
+    pub(super) fn capacity_of(&self, state: PackedState) -> usize {
+        let slab = self.0.as_ref().filter(|_| state.is_of(CounterKind::Log));
+        slab.map_or(0, |slab| slab.logs[state.log_index() as usize].capacity())
+    }
+
     /// Returns whether most of the slab is free, so that [compacting](Self::move_to) it pays off.
     pub(super) fn is_sparse(&self) -> bool {
         self.0.as_ref().is_some_and(|slab| slab.free.len() > slab.logs.len() / 2 + 8)

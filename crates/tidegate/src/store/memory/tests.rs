@@ -388,6 +388,36 @@ fn group_of_charges_without_room_for_a_log_spends_nothing() {
 }
 
 #[test]
+fn group_of_charges_forgets_other_logs_only_if_that_makes_enough_room() {
+    let clock = ManualClock::new();
+    let store =
+        MemoryStore::builder().clock(clock.clone()).max_log_bytes(40 * LOG_ENTRY_BYTES).build();
+    let names = policies(&store, 3);
+    let (small, large) = (Quota::sliding_log(4, HOUR), Quota::sliding_log(100, HOUR));
+    let (small, large) = (small.expect("valid"), large.expect("valid"));
+    let keys: Vec<String> = (0..8).map(|number| format!("user-{number}")).collect();
+    let group = |policy: usize, quota, count| -> Vec<Charge<'_>> {
+        let charge = |key| Charge::new(key, quota).with_policy(&names[policy]);
+        keys.iter().take(count).map(|key| charge(key)).collect()
+    };
+    // 20 entries of logs at their limit, and 16 of others.
+    for charges in [group(0, &small, 5), group(1, &large, 4)] {
+        for charge in &charges {
+            for _ in 0..4 {
+                clock.advance(Duration::from_micros(1));
+                assert_eq!(acquire(&store, charge), Ok(true));
+            }
+        }
+    }
+    let acquire_all = |count| store.decide_all_now(Action::Acquire, &group(2, &large, count));
+    assert_eq!(acquire_all(8).map(drop), Err(StoreError::Full { cap: store.max_keys() }));
+    assert_eq!(store.evicted_keys(), 0, "32 entries");
+    assert!(acquire_all(3).is_ok());
+    assert!((1..=3).contains(&store.evicted_keys()), "12 entries");
+    check_capacity(&store);
+}
+
+#[test]
 fn room_is_counted_for_all_actions() {
     let clock = ManualClock::new();
     let store = MemoryStore::builder().clock(clock.clone()).build();

@@ -131,7 +131,7 @@ while true do
       decide_group(argv[run], from, to)
       from = to + 1
     else
-      decide_rare(keys[rare], spends)
+      decide_rare(rare, spends)
       from = rare + 1
     end
     if failure then return failure end

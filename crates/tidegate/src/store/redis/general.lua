@@ -41,6 +41,20 @@ local function read(...)
   return found
 end
 
+-- Returns the error with which a node refuses to write a missing key of this slot: the slot is
+-- migrating, and its missing keys belong to the other node. No count has the name that is read.
+local function migration_error(key)
+  work = work + 1
+  local found = try('PTTL', key .. '\0')
+  return type(found) == 'table' and found.err:find('non local key', 1, true) and found
+end
+
+-- Raises an error if a count that is deleted could not be written again.
+local function check_slot(key)
+  local found = migration_error(key)
+  if found then error(found) end
+end
+
 -- Returns a window as text, as the client does.
 local function as_text(window)
   if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
@@ -152,12 +166,24 @@ local function extend(key, expires_at)
   end
 end
 
+-- Plans the write of a count, before anything is written: one that must be deleted first would be
+-- lost while its slot is migrating.
+local function prepare(key, state, quota)
+  local algorithm = quota.algorithm
+  state.is_prepared = true
+  if algorithm.is_empty(state) then return end
+  if algorithm.prepare then algorithm.prepare(key, state, quota) end
+  if state.is_foreign or state.must_unlink then check_slot(key) end
+end
+
 local function save(key, state, quota)
+  if not state.is_prepared then prepare(key, state, quota) end
   -- A refund by an instance with an older, shorter window must not shorten the life of the count.
   local has_other_window = state.is_refund and (state.is_stale or state.has_other_window)
   local ttl = has_other_window and call('PTTL', key) or 0
-  if state.is_foreign or quota.algorithm.is_empty(state) then call('UNLINK', key) end
-  if not quota.algorithm.is_empty(state) then quota.algorithm.save(key, state, quota) end
+  local is_empty = quota.algorithm.is_empty(state)
+  if state.is_foreign or state.must_unlink or is_empty then call('UNLINK', key) end
+  if not is_empty then quota.algorithm.save(key, state, quota) end
   if ttl > 0 then extend(key, floor(server_time / 1000) + ttl) end
 end
 
@@ -304,6 +330,10 @@ local function group(header, from, to)
       charge.write = decide(charge, action, all_fit)
     end
   end
+  for i = 1, count > 1 and count or 0 do
+    local charge = charges[i]
+    if charge.write == save then prepare(charge.key, charge.state, charge.quota) end
+  end
   for i = 1, count do
     local charge = charges[i]
     if charge.write then charge.write(charge.key, charge.state, charge.quota) end
@@ -320,12 +350,22 @@ local function is_server_condition(text)
   end
 end
 
--- Runs a request. If it fails, its reply is the error.
-local function attempt(request, ...)
+-- Deletes the counts of a request that failed because the user may not run PEXPIREAT, if they were
+-- written without a TTL. The server refuses it for a missing key, too.
+local function delete_without_ttl(from, to)
+  if type(try('PEXPIREAT', keys[from] .. '\0', '1')) ~= 'table' then return end
+  for i = from, to do
+    if try('PTTL', keys[i]) == -1 then try('UNLINK', keys[i]) end
+  end
+end
+
+-- Runs a request on these keys. If it fails, its reply is the error.
+local function attempt(from, to, request, ...)
   local before, done, raised = replied, false, LATER
   before_request = work
   if work < MAX_WORK then done, raised = pcall(request, ...) end
   if done then return end
+  if raised ~= LATER then delete_without_ttl(from, to) end
   local text = type(raised) == 'table' and raised.err or tostring(raised)
   text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
   -- An error of Lua, not of a command: a value that the script cannot compute with.
@@ -338,9 +378,9 @@ local function attempt(request, ...)
   reply[replied] = reply[replied] .. text
 end
 
-decide_rare = function(key, spends)
-  attempt(grant, key, new_quota(kind, limit, window, option), cost, times, spends)
+decide_rare = function(at, spends)
+  attempt(at, at, grant, keys[at], new_quota(kind, limit, window, option), cost, times, spends)
 end
 decide_group = function(header, from, to)
-  attempt(group, header, from, to)
+  attempt(from, to, group, header, from, to)
 end
