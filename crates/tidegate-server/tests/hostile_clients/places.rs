@@ -1,25 +1,11 @@
 use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
+use std::net::TcpStream;
 
 use crate::frames::{DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS, PING, field};
 use crate::support::{Response, Service, TEST_TIMEOUT, read_response, request};
-use crate::{listen, request_fields, wait_until_closed};
+use crate::{connect_from, listen, request_fields, wait_until_closed};
 
 const NO_ERROR: u32 = 0;
-
-/// Connects from an address of this host.
-fn connect_from(source: &str, address: &str) -> TcpStream {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let stream = runtime.expect("a runtime").block_on(async {
-        let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
-        socket.bind(SocketAddr::new(source.parse().expect("an address"), 0)).expect("loopback");
-        let stream = socket.connect(address.parse().expect("an address")).await;
-        stream.expect("the service listens").into_std().expect("a socket")
-    });
-    stream.set_nonblocking(false).expect("a socket");
-    stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
-    stream
-}
 
 /// Returns a connection with a request in flight: its body is not complete.
 fn busy(source: &str, address: &str) -> TcpStream {
