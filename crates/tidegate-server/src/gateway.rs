@@ -1,8 +1,10 @@
 //! Reverse proxy with rate limits: streams requests to upstreams and their responses back.
 //!
-//! The rate limit is checked before any of the request body is read.
+//! The rate limit is checked before any of the request body is read, and the start of the body is
+//! read before the request takes a slot of an upstream.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -16,6 +18,7 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use tidegate::Policies;
+use tokio::sync::Semaphore;
 use tower::Service;
 
 use crate::config::GatewayConfig;
@@ -37,10 +40,12 @@ mod local_error;
 mod metrics;
 mod path;
 mod pool;
+mod read_ahead;
 mod retry;
 mod spans;
 mod telemetry;
 mod tunnel;
+mod uploads;
 mod upstreams;
 
 use access_log::AccessLog;
@@ -76,6 +81,7 @@ pub(crate) fn service(
         state: Arc::clone(state),
         clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout),
         upstreams,
+        read_ahead: Arc::new(Semaphore::new(read_ahead::MAX_TOTAL_READ_AHEAD_BYTES)),
         idle_timeout: settings.idle_timeout,
         min_upload_rate: settings.min_upload_rate,
         underscore_headers: settings.underscore_headers,
@@ -121,6 +127,8 @@ struct Proxy {
     state: Arc<ServerState>,
     upstreams: Arc<Upstreams>,
     clients: Clients,
+    /// Bytes of bodies that may still be read ahead.
+    read_ahead: Arc<Semaphore>,
     idle_timeout: Duration,
     min_upload_rate: u32,
     underscore_headers: bool,
@@ -156,21 +164,22 @@ impl Proxy {
             *head.extensions.get::<Peer>().ok_or(ProxyError::Ambiguous("the peer is unknown"))?;
         let protocol = head::upgrade(head.version, &head.headers);
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
-        {
+        let client = {
             let active = self.state.active_guard();
+            let client = head::client(&head.headers, peer, &active.client_ip);
             let dropped = DroppedHeaders {
                 underscored: !self.underscore_headers,
                 method_overrides: active.reads_method,
             };
             head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
-        }
+            active.client_ip.network(client)
+        };
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let upload = IdleTimeoutBody::new(body, self.idle_timeout, self.min_upload_rate);
-        let upload = body::forwarded(&head.method, upload).await?;
+        let body = read_ahead::read_ahead(&head.method, upload, &self.read_ahead).await?;
         let exchange = Exchange::of(&head.extensions).cloned();
-        let body = upload.map(|upload| Box::new(RequestBody::new(upload)));
-        let (mut response, call) = self.send(head, body).await?;
+        let (mut response, call) = self.send(head, body, client).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());
         }
@@ -183,10 +192,11 @@ impl Proxy {
         &self,
         mut head: Parts,
         mut body: Option<Box<RequestBody>>,
+        client: IpAddr,
     ) -> Result<(Response<UpstreamBody>, OpenCall), ProxyError> {
         let mut is_repeated = false;
         let mut candidates = self.upstreams.candidates();
-        let first = candidates.next().await.ok_or(ProxyError::NoUpstream)?;
+        let first = candidates.next(client).await.ok_or(ProxyError::NoUpstream)?;
         let (mut upstream, permit) = first.map_err(ProxyError::Overloaded)?;
         let mut permit = Arc::new(permit);
         loop {
@@ -250,7 +260,7 @@ impl Proxy {
                 Retry::OtherUpstream => {
                     // The request may have to wait for the next upstream, but not at this one.
                     drop((call, permit));
-                    match candidates.next().await {
+                    match candidates.next(client).await {
                         Some(next) => {
                             let (next, next_permit) = next.map_err(ProxyError::Overloaded)?;
                             (upstream, permit) = (next, Arc::new(next_permit));

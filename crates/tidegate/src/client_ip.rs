@@ -120,16 +120,35 @@ impl ClientIp {
     /// ```
     #[must_use]
     pub fn group(&self, address: IpAddr) -> String {
-        match address.to_canonical() {
+        match self.network(address) {
             IpAddr::V4(address) => dotted(address),
+            IpAddr::V6(network) => format!("{network}/{}", self.ipv6_prefix),
+        }
+    }
+
+    /// Returns what [`group`](Self::group) names: an IPv4 address, or the first address of the
+    /// network of an IPv6 address.
+    ///
+    /// ```
+    /// use std::net::IpAddr;
+    /// use tidegate::ClientIp;
+    ///
+    /// let address: IpAddr = "2001:db8:0:1:a:b:c:d".parse()?;
+    /// let network: IpAddr = "2001:db8:0:1::".parse()?;
+    /// assert_eq!(ClientIp::default().network(address), network);
+    /// # Ok::<(), std::net::AddrParseError>(())
+    /// ```
+    #[must_use]
+    pub fn network(&self, address: IpAddr) -> IpAddr {
+        match address.to_canonical() {
             IpAddr::V6(address) => nat64_embedded(address).map_or_else(
                 || {
-                    let mask = u128::MAX << (128 - self.ipv6_prefix);
-                    let network = Ipv6Addr::from_bits(address.to_bits() & mask);
-                    format!("{network}/{}", self.ipv6_prefix)
+                    let prefix = u128::MAX << (128 - self.ipv6_prefix);
+                    Ipv6Addr::from_bits(address.to_bits() & prefix).into()
                 },
-                dotted,
+                IpAddr::V4,
             ),
+            address => address,
         }
     }
 

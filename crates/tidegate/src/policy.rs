@@ -260,6 +260,11 @@ impl Condition {
     fn parse(&mut self, rules: PathRules) -> Result<(), PolicyError> {
         let patterns = self.texts.iter().map(|text| Pattern::new(&self.attribute, text, rules));
         self.patterns = patterns.collect::<Result<_, _>>()?;
+        // Applications answer HEAD by the routes for GET, with the same work.
+        let is_method = self.attribute.as_str() == "method";
+        if is_method && self.patterns.iter().any(|pattern| pattern.matches("GET")) {
+            self.patterns.push(Pattern::Exact("HEAD".to_owned()));
+        }
         Ok(())
     }
 }

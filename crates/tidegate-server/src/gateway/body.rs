@@ -1,4 +1,4 @@
-//! Streaming bodies with idle timeouts. Frames are forwarded as they arrive and never buffered.
+//! Streaming bodies with idle timeouts. Only the start of a request's body is buffered.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -8,16 +8,14 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use http::Method;
 use http_body::{Body, Frame, SizeHint};
-use http_body_util::BodyExt as _;
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, Sleep};
 
 use super::concurrency::RequestPermit;
-use super::error::ProxyError;
 use super::head;
 use super::http1::UpstreamBody;
+use super::uploads::ActiveUpload;
 use crate::duration;
 use crate::listener::{self, WriteProgress};
 
@@ -203,36 +201,6 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
     }
 }
 
-/// Maximum number of empty frames before the first data of a body of unknown length.
-const MAX_EMPTY_FRAMES: usize = 16;
-
-/// Returns the body to forward, if the request has one. A GET or HEAD whose body has no length is
-/// an error, because hyper's client would send the request without it.
-pub(super) async fn forwarded(
-    method: &Method,
-    mut upload: Upload,
-) -> Result<Option<Upload>, ProxyError> {
-    if upload.is_end_stream() {
-        return Ok(None);
-    }
-    let has_length = upload.size_hint().exact().is_some();
-    if has_length || ![Method::GET, Method::HEAD].contains(method) {
-        return Ok(Some(upload));
-    }
-    for _ in 0..MAX_EMPTY_FRAMES {
-        match upload.frame().await {
-            None => return Ok(None),
-            Some(Ok(frame)) if frame.data_ref().is_none_or(Bytes::is_empty) => {}
-            Some(Ok(_)) => break,
-            Some(Err(error)) if error.is::<TooSlow>() => {
-                return Err(ProxyError::RequestBodyTimeout);
-            }
-            Some(Err(_)) => return Err(ProxyError::RequestBodyBroken),
-        }
-    }
-    Err(ProxyError::LengthRequired)
-}
-
 /// Body of an upstream's response. Towards HTTP/2 clients it is cut into chunks, so that a slow
 /// client takes little memory.
 #[derive(Debug)]
@@ -308,8 +276,10 @@ const MAX_RECORDED_BYTES: usize = 64 * 1024;
 /// recorded.
 #[derive(Debug)]
 pub(super) struct RequestBody {
-    /// Data that an earlier attempt has read. It comes before the rest of the upload.
+    /// Data that was read ahead, or by an earlier attempt. It comes before the rest of the upload.
     start: Bytes,
+    /// Permits for the bytes of the start, if it was collected.
+    memory: Option<OwnedSemaphorePermit>,
     upload: Upload,
     /// Copy of the data that this attempt has sent, `None` if it is incomplete. Clones of the
     /// frames would keep whole read buffers in memory.
@@ -318,8 +288,9 @@ pub(super) struct RequestBody {
 }
 
 impl RequestBody {
-    pub(super) fn new(upload: Upload) -> Self {
-        Self { start: Bytes::new(), upload, recorded: Some(Vec::new()), max_recorded: 0 }
+    /// Returns the body with the start that was read ahead.
+    pub(super) fn new(upload: Upload, start: Bytes, memory: Option<OwnedSemaphorePermit>) -> Self {
+        Self { start, memory, upload, recorded: Some(Vec::new()), max_recorded: 0 }
     }
 
     /// Returns the body for another attempt.
@@ -352,6 +323,7 @@ impl Body for RequestBody {
         let this = self.get_mut();
         if !this.start.is_empty() {
             let data = std::mem::take(&mut this.start);
+            this.memory = None;
             this.record(Some(&data));
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
@@ -391,12 +363,12 @@ fn with_more(mut hint: SizeHint, bytes: usize) -> SizeHint {
 #[derive(Debug, Clone)]
 pub(super) struct OpenCall {
     pub(super) timer: IdleTimer,
-    _permit: Arc<RequestPermit>,
+    permit: Arc<RequestPermit>,
 }
 
 impl OpenCall {
     pub(super) fn start(permit: &Arc<RequestPermit>) -> Self {
-        Self { timer: IdleTimer::start(), _permit: Arc::clone(permit) }
+        Self { timer: IdleTimer::start(), permit: Arc::clone(permit) }
     }
 }
 
@@ -409,8 +381,15 @@ pub(super) struct UpstreamRequestBody {
     call: OpenCall,
     /// Whether the client may send less than the minimum rate.
     may_pause: bool,
+    /// `None` if the whole body had arrived.
+    upload: Option<ActiveUpload>,
     returned: Option<oneshot::Sender<Box<RequestBody>>>,
 }
+
+/// Error of an upload that was ended because it was slow and other requests waited.
+#[derive(Debug, thiserror::Error)]
+#[error("slow upload ended, because other requests wait for the upstream")]
+pub(super) struct SlowUpload;
 
 impl UpstreamRequestBody {
     /// Returns the body, and the receiver that gets the client's body back, if there is one. Unless
@@ -422,12 +401,15 @@ impl UpstreamRequestBody {
         call: OpenCall,
     ) -> (Self, Option<oneshot::Receiver<Box<RequestBody>>>) {
         let Some(mut body) = body else {
-            return (Self { body: None, call, may_pause, returned: None }, None);
+            return (Self { body: None, call, may_pause, upload: None, returned: None }, None);
         };
         call.timer.state.is_uploading.store(true, Ordering::Relaxed);
         body.max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
+        let is_complete = body.upload.is_end_stream();
+        let upload = (!is_complete).then(|| call.permit.uploads().start());
         let (sender, receiver) = oneshot::channel();
-        (Self { body: Some(body), call, may_pause, returned: Some(sender) }, Some(receiver))
+        let returned = Some(sender);
+        (Self { body: Some(body), call, may_pause, upload, returned }, Some(receiver))
     }
 }
 
@@ -442,11 +424,27 @@ impl Body for UpstreamRequestBody {
         let this = self.get_mut();
         let Some(body) = &mut this.body else { return Poll::Ready(None) };
         let IdleTimer { state, .. } = &this.call.timer;
-        body.upload.may_pause = this.may_pause || state.is_responding.load(Ordering::Relaxed);
+        let may_pause = this.may_pause || state.is_responding.load(Ordering::Relaxed);
+        body.upload.may_pause = may_pause;
         let polled = Pin::new(body).poll_frame(cx);
+        let progress = this.upload.as_ref().map(|upload| &upload.progress);
         match &polled {
-            Poll::Ready(_) => this.call.timer.reset(),
-            Poll::Pending => state.waits_for_client.store(true, Ordering::Relaxed),
+            Poll::Ready(frame) => {
+                this.call.timer.reset();
+                if let (Some(progress), Some(Ok(frame))) = (progress, frame) {
+                    progress.receive(frame.data_ref().map_or(0, Bytes::len));
+                }
+            }
+            Poll::Pending => {
+                state.waits_for_client.store(true, Ordering::Relaxed);
+                if may_pause {
+                    progress.inspect(|progress| progress.receive(0));
+                } else if progress.is_some_and(|progress| progress.poll_ended(cx).is_ready()) {
+                    // The request is not sent again.
+                    this.returned = None;
+                    return Poll::Ready(Some(Err(SlowUpload.into())));
+                }
+            }
         }
         polled
     }

@@ -6,7 +6,7 @@ use std::io;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 
-use super::body::TooSlow;
+use super::body::{SlowUpload, TooSlow};
 use super::client::{ClientError, NoFreeConnection};
 use super::concurrency::Overload;
 use super::cors::OwnResponse;
@@ -63,6 +63,7 @@ impl ProxyError {
         let mut timed_out = false;
         let mut is_busy = false;
         let mut stalled = false;
+        let mut ended = false;
         let mut body_failed = false;
         let mut invalid = false;
         let mut too_large = false;
@@ -73,6 +74,7 @@ impl ProxyError {
             }
             is_busy |= source.is::<NoFreeConnection>();
             stalled |= source.is::<TooSlow>();
+            ended |= source.is::<SlowUpload>();
             if let Some(error) = source.downcast_ref::<hyper::Error>() {
                 // hyper reports errors of a body that we provide as user errors.
                 body_failed |= error.is_user();
@@ -87,6 +89,7 @@ impl ProxyError {
             (true, false) => LocalResource::missing(system_error, host)
                 .map_or(Self::Unreachable, Self::LocalResource),
             _ if stalled => Self::RequestBodyTimeout,
+            _ if ended => Self::Overloaded(Overload::SlowUpload),
             _ if body_failed => Self::RequestBodyBroken,
             _ if too_large => Self::ResponseTooLarge,
             _ if invalid => Self::InvalidResponse,
@@ -143,6 +146,9 @@ impl ProxyError {
             Self::RequestBodyBroken => "the request body is incomplete or malformed",
             Self::Unreachable => "the upstream is unreachable",
             Self::NoUpstream => "no upstream is reachable; try again in a moment",
+            Self::Overloaded(Overload::SlowUpload) => {
+                "the upload is slow, and other requests wait for the upstream; try again later"
+            }
             Self::Overloaded(_) => "the upstream has too many requests; try again in a moment",
             Self::LocalResource(_) => {
                 "the gateway cannot open a connection to the upstream; try again in a moment"

@@ -15,6 +15,7 @@ use tracing::Span;
 
 use super::access_log::{CLIENT_CLOSED_REQUEST, DecisionFields, RequestFields, ResponseFields};
 use super::error::ProxyError;
+use super::head;
 use super::limit::{self, LimitedGateway};
 use super::metrics::{Aborted, UpstreamMetrics};
 use super::spans;
@@ -60,17 +61,8 @@ impl Exchange {
         let start = Instant::now();
         telemetry.metrics.start();
         let peer = request.extensions().get::<Peer>().copied();
-        let client = || {
-            let values = |name: &str| {
-                request.headers().get_all(name).iter().map(http::HeaderValue::as_bytes)
-            };
-            let forwarded = (values("x-forwarded-for"), values("forwarded"));
-            let resolve = |peer: Peer| {
-                let client_ip = &state.active().client_ip;
-                client_ip.resolve(peer.address.ip(), forwarded.0, forwarded.1).address
-            };
-            peer.map(resolve)
-        };
+        let client =
+            || Some(head::client(request.headers(), peer?, &state.active_guard().client_ip));
         let span = spans::server(request, peer, client);
         let fields = telemetry.access_log().map(|_| {
             let trace = logs::trace_id(&span, request.headers());

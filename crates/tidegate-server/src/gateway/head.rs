@@ -178,6 +178,13 @@ pub(super) struct DroppedHeaders {
     pub(super) method_overrides: bool,
 }
 
+/// Returns the address of the client: the peer, or the one that trusted proxies forward.
+pub(super) fn client(headers: &HeaderMap, peer: Peer, client_ip: &ClientIp) -> IpAddr {
+    let values = |name| headers.get_all(name).iter().map(HeaderValue::as_bytes);
+    let forwarded = values(header::FORWARDED);
+    client_ip.resolve(peer.address.ip(), values(X_FORWARDED_FOR), forwarded).address
+}
+
 /// Rewrites the request head for an upstream, except for its target and its Host.
 pub(super) fn to_upstream(
     head: &mut Parts,

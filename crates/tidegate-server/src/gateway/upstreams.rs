@@ -1,5 +1,6 @@
 //! Round-robin choice of upstreams, with ejection of those that fail several times in a row.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -309,16 +310,20 @@ impl<'u> Candidates<'u> {
 
     /// Removes the first upstream that has a permit for the request, or `None` if all were tried.
     /// If none has one, the request waits for the first one whose queue has room.
-    pub(super) async fn next(&mut self) -> Option<Result<(&'u Upstream, RequestPermit), Overload>> {
+    pub(super) async fn next(
+        &mut self,
+        client: IpAddr,
+    ) -> Option<Result<(&'u Upstream, RequestPermit), Overload>> {
         for candidate in &mut self.0 {
-            if let Some(permit) = candidate.and_then(|upstream| upstream.limit.try_acquire()) {
+            let permit = candidate.and_then(|upstream| upstream.limit.try_acquire(client));
+            if let Some(permit) = permit {
                 return candidate.take().map(|upstream| Ok((upstream, permit)));
             }
         }
         let mut rejected = None;
         for candidate in &mut self.0 {
             let Some(upstream) = *candidate else { continue };
-            match upstream.limit.acquire().await {
+            match upstream.limit.acquire(client).await {
                 Ok(permit) => {
                     *candidate = None;
                     return Some(Ok((upstream, permit)));
@@ -326,8 +331,8 @@ impl<'u> Candidates<'u> {
                 Err(Overload::QueueFull) => {
                     rejected = rejected.or(Some((upstream, Overload::QueueFull)));
                 }
-                Err(Overload::QueueTimeout) => {
-                    rejected = Some((upstream, Overload::QueueTimeout));
+                Err(overload) => {
+                    rejected = Some((upstream, overload));
                     break;
                 }
             }

@@ -41,7 +41,11 @@ pub(crate) struct StreamFrame {
 impl Frames {
     /// Connects with an initial flow control window for streams.
     pub(crate) fn connect(address: &str, window: u32) -> Self {
-        let stream = TcpStream::connect(address).expect("the service listens");
+        Self::start(TcpStream::connect(address).expect("the service listens"), window)
+    }
+
+    /// Starts HTTP/2 on a connection to a server.
+    pub(crate) fn start(stream: TcpStream, window: u32) -> Self {
         stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         stream.set_nodelay(true).expect("a socket");
         let mut frames = Self(stream);

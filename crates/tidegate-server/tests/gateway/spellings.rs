@@ -46,6 +46,17 @@ fn assert_one_limit(spellings: &[&str], send: impl Fn(&str) -> u16) {
 }
 
 #[test]
+fn head_has_the_limit_of_get() {
+    let upstream = Upstream::responding_with(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n");
+    let policy = "policies: [{name: p, match: {method: GET}, limit: 3, window: 24h}]\n";
+    let gateway = Service::gateway(policy, &[&upstream.url()]);
+    assert_one_limit(&["GET", "HEAD"], |method| {
+        let head = format!("{method} / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
+        raw(&gateway.http, head.as_bytes()).status
+    });
+}
+
+#[test]
 fn spaces_around_an_http2_header_value_are_no_other_key() {
     let upstream = Upstream::responding_with(OK);
     for name in ["x-user-id", "authorization"] {

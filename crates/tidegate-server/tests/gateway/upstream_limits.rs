@@ -160,7 +160,8 @@ fn assert_unavailable(response: &Response) {
     assert_eq!(response.header("retry-after"), Some("1"), "{response:?}");
 }
 
-const EIGHT: &str = "gateway: {max_connections: 8, max_pending: 100, pending_timeout: 1m}\n";
+/// Settings with a queue in which one client may have 100 requests.
+const EIGHT: &str = "gateway: {max_connections: 8, max_pending: 106, pending_timeout: 1m}\n";
 
 #[test]
 fn one_client_cannot_open_more_connections_than_allowed() {

@@ -87,7 +87,8 @@ impl PolicyBuilder {
 
     /// Applies the policy only to requests whose attribute matches any of these patterns: `*`
     /// stands for any text without a slash, `**` for any text. A path pattern that ends in `/**`
-    /// also matches the path before it. Several calls must all match.
+    /// also matches the path before it, and the method `GET` also matches `HEAD`. Several calls must
+    /// all match.
     pub fn matches(
         mut self,
         attribute: impl Into<String>,

@@ -128,6 +128,26 @@ fn overrides_that_no_request_has_are_errors_with_the_right_spelling() {
 }
 
 #[test]
+fn get_covers_head() {
+    for (patterns, methods) in [
+        (&["GET"][..], &["GET", "HEAD"][..]),
+        (&["post", "get"], &["GET", "HEAD", "POST"]),
+        (&["G*"], &["GET", "HEAD"]),
+        (&["HEAD"], &["HEAD"]),
+        (&["POST"], &["POST"]),
+    ] {
+        let policy =
+            policy("a").matches("method", patterns.iter().copied()).build().expect("valid");
+        let policies = Policies::new(vec![policy]).expect("valid");
+        let matched = ["GET", "HEAD", "POST", "PUT"].into_iter().filter(|method| {
+            let request = BTreeMap::from([("method".to_owned(), (*method).to_owned())]);
+            !policies.select(&request, None).expect("valid").charges.is_empty()
+        });
+        assert_eq!(matched.collect::<Vec<_>>(), methods, "{patterns:?}");
+    }
+}
+
+#[test]
 fn method_ignores_case() {
     let policy = policy("a").matches("method", ["get"]).key(["method"]);
     let policy = policy.override_for(["get"], quota(3)).build().expect("valid");
