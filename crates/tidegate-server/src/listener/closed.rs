@@ -27,7 +27,7 @@ pub(crate) enum CloseReason {
 
 impl CloseReason {
     /// Labels in metrics, in the order of the variants.
-    const LABELS: [&str; 8] = [
+    const LABELS: [&str; 9] = [
         "idle",
         "header_timeout",
         "stalled",
