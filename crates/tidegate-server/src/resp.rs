@@ -33,11 +33,14 @@ const MAX_INPUT_BYTES: usize = frame::MAX_COMMAND_BYTES + 64;
 pub(crate) struct Resp {
     state: Arc<ServerState>,
     peer: Peer,
+    is_remote: bool,
 }
 
 impl Resp {
-    pub(crate) fn new(state: &Arc<ServerState>, peer: Peer) -> Self {
-        Self { state: Arc::clone(state), peer }
+    /// Creates the protocol of a connection. `is_remote` is whether other hosts may be able to
+    /// connect to its listener.
+    pub(crate) fn new(state: &Arc<ServerState>, peer: Peer, is_remote: bool) -> Self {
+        Self { state: Arc::clone(state), peer, is_remote }
     }
 }
 
@@ -54,7 +57,7 @@ impl listener::Protocol for Resp {
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let session = RespSession::new(self.state, self.peer);
+        let session = RespSession::new(self.state, self.peer, self.is_remote);
         listener::serve_session(stream, session, MAX_INPUT_BYTES, accepted, stop, config).await
     }
 }

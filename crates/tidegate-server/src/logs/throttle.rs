@@ -9,8 +9,10 @@ use tidegate::StoreError;
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Throttle of one log line.
+#[derive(Debug, Default)]
 pub(crate) struct LogThrottle(Mutex<ThrottleState>);
 
+#[derive(Debug, Default)]
 struct ThrottleState {
     last_logged: Option<Instant>,
     suppressed: u64,

@@ -28,9 +28,9 @@ pub(super) struct RespSession {
 }
 
 impl RespSession {
-    pub(super) fn new(state: Arc<ServerState>, peer: Peer) -> Self {
+    pub(super) fn new(state: Arc<ServerState>, peer: Peer, is_remote: bool) -> Self {
         state.metrics.resp.open();
-        Self { parser: Parser::default(), client: Client::new(state, peer) }
+        Self { parser: Parser::default(), client: Client::new(state, peer, is_remote) }
     }
 }
 
@@ -38,6 +38,10 @@ impl RespSession {
 impl RespSession {
     pub(super) fn metrics(&self) -> &super::RespCounters {
         &self.client.state.metrics.resp
+    }
+
+    pub(super) fn auth_failures(&self) -> &crate::auth::AuthFailures {
+        &self.client.state.metrics.auth_failures
     }
 }
 
@@ -64,7 +68,7 @@ impl Session for RespSession {
             return step;
         }
         self.client.executing = executing.slice(handled..);
-        Step::Flush
+        if step == Step::Close { step } else { Step::Flush }
     }
 }
 
