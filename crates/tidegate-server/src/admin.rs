@@ -3,19 +3,21 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use axum::Router;
 use axum::extract::{Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Extension, Router};
 use http::{HeaderName, HeaderValue, header};
 use tidegate::Policy;
 
 use crate::api::browser::BrowserGuard;
 use crate::api::problem::Problem;
-use crate::api::{method_not_allowed, not_found, token};
+use crate::api::{method_not_allowed, not_found};
+use crate::auth::{self, AuthListener, Scope, Token};
+use crate::listener::Peer;
 use crate::metrics;
-use crate::state::ServerState;
+use crate::state::{Caller, ServerState};
 
 mod dashboard;
 mod health;
@@ -41,7 +43,8 @@ enum AccessProblems {
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
     Unauthorized(Problem),
-    /// A web page of another origin sent the request, or one that has no token
+    /// The token lacks a scope; or a web page of another origin sent the request, or one that has
+    /// no token
     #[response(status = 403, content_type = "application/problem+json")]
     WebPage(Problem),
 }
@@ -58,14 +61,20 @@ pub(crate) struct Admin {
 impl Admin {
     /// Checks the token of a request or, without one, that no web page sent it. With a token, a
     /// page of another origin must not change anything either.
-    fn authorize<B>(&self, request: &http::Request<B>) -> Result<(), Problem> {
-        match &self.state.active().admin_token {
-            Some(token) => {
-                token::check(token, request.headers()).map_err(Problem::unauthorized)?;
-                BrowserGuard::check_origin(request)
-            }
-            None => self.guard.check(request),
-        }
+    fn authorize<B>(
+        &self,
+        peer: Peer,
+        request: &http::Request<B>,
+    ) -> Result<Option<Arc<Token>>, Problem> {
+        let active = self.state.active();
+        let Some(tokens) = active.tokens.of_admin() else {
+            return self.guard.check(request).map(|()| None);
+        };
+        let given = auth::bearer(request.headers());
+        let scope = if request.method().is_safe() { Scope::Read } else { Scope::Reset };
+        let token = self.state.authorize(tokens, given, &[scope], AuthListener::Admin, peer)?;
+        BrowserGuard::check_origin(request)?;
+        Ok(Some(Arc::clone(token)))
     }
 }
 
@@ -90,9 +99,17 @@ pub(crate) fn router(admin: Admin) -> Router {
         .with_state(admin)
 }
 
-async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> Response {
-    let mut response = match admin.authorize(&request) {
-        Ok(()) => next.run(request).await,
+async fn authorize(
+    State(admin): State<Admin>,
+    Extension(peer): Extension<Peer>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let mut response = match admin.authorize(peer, &request) {
+        Ok(token) => {
+            request.extensions_mut().insert(Caller { peer: peer.address, token });
+            next.run(request).await
+        }
         Err(problem) => problem.into_response(),
     };
     for (name, value) in [

@@ -20,6 +20,7 @@ use tidegate::{
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
+use crate::auth::{self, AuthListener, Scope};
 use crate::body_reader::{BodyError, BodyReader};
 use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
@@ -30,7 +31,6 @@ pub(crate) mod forward_auth;
 pub(crate) mod json;
 mod openapi;
 pub(crate) mod problem;
-pub(crate) mod token;
 
 use browser::BrowserGuard;
 use json::{
@@ -56,8 +56,8 @@ const MAX_BODY_BYTES: usize = 64 * 1024;
 )]
 struct Api;
 
-/// Adds the bearer token to the schema. It is required if `auth.api_token` is set, and on the admin
-/// listener if `auth.admin_token` is.
+/// Adds the bearer token to the schema. It is required if the configuration has tokens for the
+/// listener.
 pub(crate) struct BearerToken;
 
 impl Modify for BearerToken {
@@ -87,7 +87,7 @@ pub(crate) enum Problems {
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
     Unauthorized(Problem),
-    /// A web page sent the request, and the listener has no token
+    /// The token lacks a scope; or a web page sent the request, and the listener has no token
     #[response(status = 403, content_type = "application/problem+json")]
     WebPage(Problem),
     /// No such policy
@@ -322,8 +322,11 @@ async fn decide(
     request: &mut Request,
 ) -> Result<ApiResponse, Problem> {
     let active = state.active_guard();
-    match &active.api_token {
-        Some(token) => token::check(token, request.headers()).map_err(Problem::unauthorized)?,
+    match active.tokens.of_api() {
+        Some(tokens) => {
+            let given = auth::bearer(request.headers());
+            state.authorize(tokens, given, Scope::of_action(action), AuthListener::Http, peer)?;
+        }
         None => guard.check(request)?,
     }
     check_encoding(request.headers())?;

@@ -11,6 +11,7 @@ use serde_saphyr::Spanned;
 use tidegate::internals::{Bounded, Document, Ratio, RawPolicy};
 use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, Quota};
 
+use crate::auth::Tokens;
 use crate::envoy::rules::{Limit, Rule, Rules};
 use crate::gateway::UpstreamTls;
 use crate::key_hash;
@@ -34,7 +35,7 @@ pub(crate) use listen::{AllowedHosts, Listen, ListenAddress, ListenAddressError}
 use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
-pub(crate) use warning::ConfigWarning;
+pub(crate) use warning::{ConfigWarning, OPEN_LISTENER};
 
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
@@ -63,8 +64,8 @@ pub(crate) struct Config {
     pub(crate) tls: Option<ListenerTls>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) partition_keys: bool,
-    pub(crate) api_token: Option<Secret>,
-    pub(crate) admin_token: Option<Secret>,
+    pub(crate) tokens: Tokens,
+    pub(crate) token_files: Vec<PathBuf>,
     pub(crate) log_denials: Option<LogDenials>,
     /// Hash of the file and of Envoy's rules as they are written, before variables are replaced.
     pub(crate) hash: String,
@@ -160,6 +161,17 @@ impl Config {
         policies.chain(rules).filter(is_sorted_set).map(Quota::limit).max().unwrap_or(0)
     }
 
+    /// Returns the listeners of the API, of these, that other hosts can use without a token or a
+    /// certificate.
+    pub(crate) fn open_listeners<'a>(
+        &self,
+        addresses: &'a [(&'a str, ListenAddress)],
+    ) -> impl Iterator<Item = &'a (&'a str, ListenAddress)> {
+        let has_client_ca = self.tls.as_ref().is_some_and(|tls| tls.has_client_ca);
+        let is_open = self.tokens.of_api().is_none() && !has_client_ca;
+        addresses.iter().filter(move |(_, address)| is_open && address.is_remote())
+    }
+
     /// Loads and validates a file.
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
@@ -217,16 +229,15 @@ fn validate(
     text: &str,
     raw: raw::RawConfig,
 ) -> Result<Config, ConfigError> {
-    let mut token_files = Vec::new();
-    let tokens = auth::validate(document, folder, raw.auth, &mut token_files)?;
-    let (has_admin_token, has_api_token) = (tokens.admin.is_some(), tokens.api.is_some());
-    let listen = listen::validate(document, &raw.listen, has_admin_token, has_api_token)?;
+    let auth = auth::validate(document, folder, raw.auth)?;
+    let listen = listen::validate(document, &raw.listen, &auth.tokens)?;
     let lines: BTreeMap<String, u64> = raw.policies.iter().map(RawPolicy::line).collect();
     let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
     let (envoy, rule_files) = envoy(document, folder, &raw.envoy)?;
-    let mut warnings = rule_files.warnings;
+    let mut warnings = auth.warnings;
+    warnings.extend(rule_files.warnings);
     warnings.extend_from_slice(envoy.rules.warnings());
     let line = |policy: &str| lines.get(policy).copied();
     warnings.extend(warning::of_policies(document.name(), &policies, &client_ip, line));
@@ -241,7 +252,7 @@ fn validate(
     let gateway = gateway::validate(document, folder, &raw.gateway)?;
     let (upstream_tls, ca) = gateway::upstream_tls(document, folder, &raw.gateway)?.unzip();
     files.extend(ca);
-    files.extend(token_files);
+    files.extend(auth.files.iter().cloned());
     Ok(Config {
         listen,
         store,
@@ -255,8 +266,8 @@ fn validate(
         tls,
         x_ratelimit_headers: raw.headers.x_ratelimit.get(),
         partition_keys: raw.headers.partition_key.get(),
-        api_token: tokens.api,
-        admin_token: tokens.admin,
+        tokens: auth.tokens,
+        token_files: auth.files,
         log_denials: raw.log_denials.map(|raw| LogDenials {
             ratio: raw.ratio.map_or(1.0, Ratio::get),
             max_per_second: raw.max_per_second.map_or(DEFAULT_DENIALS_PER_SECOND, Bounded::get),

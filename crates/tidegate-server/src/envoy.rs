@@ -13,8 +13,8 @@ use tonic::Status;
 use tonic_health::ServingStatus;
 use tower::ServiceExt as _;
 
-use crate::api::token;
-use crate::listener::Request;
+use crate::auth::{self, AuthError, AuthListener, Scope};
+use crate::listener::{Peer, Request};
 use crate::logs;
 use crate::state::ServerState;
 
@@ -92,6 +92,7 @@ impl Envoy {
     /// service, like the HTTP API; only health and reflection go through tonic.
     pub(crate) fn service(
         self: &Arc<Self>,
+        peer: Peer,
     ) -> impl Service<Request, Response = GrpcResponse, Error = Infallible, Future: Send> + use<>
     {
         let connection = Arc::new((Arc::clone(self), self.buffered.connection()));
@@ -112,7 +113,7 @@ impl Envoy {
                 if let Some(http_error) = grpc::check_http(&request) {
                     return Ok(http_error);
                 }
-                match should_rate_limit(&envoy.state, buffered, request).await {
+                match should_rate_limit(&envoy.state, buffered, peer, request).await {
                     Ok(response) => Ok(response),
                     Err(CallError::Failed(status)) => Ok(status.into_http()),
                     Err(CallError::Rejected(rejection)) => {
@@ -127,12 +128,19 @@ impl Envoy {
 async fn should_rate_limit(
     state: &ServerState,
     buffered: &ConnectionBytes,
+    peer: Peer,
     request: Request,
 ) -> Result<GrpcResponse, CallError> {
     let active = state.active_guard();
     let (head, body) = request.into_parts();
-    if let Some(token) = &active.api_token {
-        token::check(token, &head.headers).map_err(Status::unauthenticated)?;
+    if let Some(tokens) = active.tokens.of_api() {
+        let given = auth::bearer(&head.headers);
+        state.authorize(tokens, given, &[Scope::Acquire], AuthListener::Grpc, peer).map_err(
+            |error| match error {
+                AuthError::Missing | AuthError::Wrong => Status::unauthenticated(error.to_string()),
+                AuthError::MissingScope { .. } => Status::permission_denied(error.to_string()),
+            },
+        )?;
     }
     grpc::check_encoding(&head.headers)?;
     // Lives as long as the message.

@@ -7,6 +7,7 @@ use clap::error::ErrorKind;
 
 mod admin;
 mod api;
+mod auth;
 mod backend;
 mod bench;
 mod body_reader;

@@ -11,6 +11,7 @@ use std::time::Duration;
 use tidegate::{MemoryStore, Source, StoreError};
 
 use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
+use crate::auth::AuthFailures;
 use crate::backend::{Backend, RedisBackend};
 use crate::envoy::RejectionCounters;
 use crate::listener::ClosedConnections;
@@ -46,6 +47,7 @@ pub(crate) struct Metrics {
     pub(crate) closed_connections: Arc<ClosedConnections>,
     pub(crate) envoy_rejections: RejectionCounters,
     pub(crate) resp: RespCounters,
+    pub(crate) auth_failures: AuthFailures,
 }
 
 /// Decisions of one policy, by outcome.
@@ -123,6 +125,7 @@ impl Default for Metrics {
             closed_connections: Arc::default(),
             envoy_rejections: RejectionCounters::default(),
             resp: RespCounters::default(),
+            auth_failures: AuthFailures::default(),
         }
     }
 }
@@ -382,6 +385,12 @@ impl Metrics {
             ("tidegate_connections_closed_total", "reason"),
             "Connections that were closed early or refused, by reason.",
             self.closed_connections.counts(),
+        );
+        write_labelled(
+            &mut text,
+            ("tidegate_auth_failures_total", "listener"),
+            "Wrong tokens of clients, by listener.",
+            self.auth_failures.counts(),
         );
         self.write_resp(&mut text);
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");

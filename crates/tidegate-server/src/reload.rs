@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
+use ring::digest::{SHA256, digest};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
@@ -93,7 +94,7 @@ pub(crate) fn watch(
     watcher.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
     // Taken before the addresses are announced, because the files may change right after that.
-    watcher.loaded = contents(snapshot(&watcher.files));
+    watcher.loaded = contents(watcher.snapshot());
     watcher.applied = watcher.loaded_files();
     tokio::spawn(watcher.run(hangup, changes, restart_only, state));
     Ok(())
@@ -127,11 +128,11 @@ impl ConfigWatcher {
             let is_due = tokio::select! {
                 _ = hangup.recv() => true,
                 Some(()) = changes.recv(), if pending.is_none() => {
-                    pending = Some(snapshot(&self.files));
+                    pending = Some(self.snapshot());
                     false
                 }
                 () = tokio::time::sleep(interval), if pending.is_some() || is_missing => {
-                    let current = snapshot(&self.files);
+                    let current = self.snapshot();
                     let has_changed = contents(current.clone()) != self.loaded;
                     let is_stable = pending.as_ref() == Some(&current);
                     pending = has_changed.then_some(current);
@@ -223,13 +224,17 @@ impl ConfigWatcher {
         loop {
             loads += 1;
             self.watch_folders();
-            self.loaded = contents(snapshot(&self.files));
+            self.loaded = contents(self.snapshot());
             let config = self.source.load()?;
             if config.files == self.files || loads == MAX_LOADS {
                 return Ok(config);
             }
             self.files.clone_from(&config.files);
         }
+    }
+
+    fn snapshot(&self) -> Vec<FileSnapshot> {
+        snapshot(self.source.file.as_deref(), &self.files)
     }
 
     fn watch_folders(&mut self) {
@@ -273,10 +278,11 @@ fn watched_folders(file: &Path) -> BTreeSet<PathBuf> {
     if file.is_dir() { links::folders(&file.join("any name")) } else { links::folders(file) }
 }
 
-/// Modification time and contents of a file, or the names in a folder, if it exists.
+/// Modification time and contents of a file, or its hash, or the names in a folder, if it exists.
 type FileSnapshot = Option<(SystemTime, Vec<u8>)>;
 
-fn snapshot(files: &[PathBuf]) -> Vec<FileSnapshot> {
+/// Reads the files. Of all but the configuration itself only the hash is kept: some are secrets.
+fn snapshot(main: Option<&Path>, files: &[PathBuf]) -> Vec<FileSnapshot> {
     let read = |file: &Path| {
         let metadata = std::fs::metadata(file)?;
         if metadata.is_dir() {
@@ -284,7 +290,11 @@ fn snapshot(files: &[PathBuf]) -> Vec<FileSnapshot> {
             let names = rule_files::names(file)?.join("\n");
             return std::io::Result::Ok((SystemTime::UNIX_EPOCH, names.into_bytes()));
         }
-        Ok((metadata.modified()?, std::fs::read(file)?))
+        let mut content = std::fs::read(file)?;
+        if Some(file) != main {
+            content = digest(&SHA256, &content).as_ref().to_vec();
+        }
+        Ok((metadata.modified()?, content))
     };
     files.iter().map(|file| read(file).ok()).collect()
 }

@@ -34,11 +34,19 @@ pub(crate) struct Resp {
     state: Arc<ServerState>,
     budget: Arc<BufferBudget>,
     peer: Peer,
+    is_remote: bool,
 }
 
 impl Resp {
-    pub(crate) fn new(state: &Arc<ServerState>, budget: &Arc<BufferBudget>, peer: Peer) -> Self {
-        Self { state: Arc::clone(state), budget: Arc::clone(budget), peer }
+    /// Creates the protocol of a connection. `is_remote` is whether other hosts may be able to
+    /// connect to its listener.
+    pub(crate) fn new(
+        state: &Arc<ServerState>,
+        budget: &Arc<BufferBudget>,
+        peer: Peer,
+        is_remote: bool,
+    ) -> Self {
+        Self { state: Arc::clone(state), budget: Arc::clone(budget), peer, is_remote }
     }
 
     /// Returns the budget of the buffers of all connections.
@@ -60,7 +68,7 @@ impl listener::Protocol for Resp {
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let session = RespSession::new(self.state, &self.budget, self.peer);
+        let session = RespSession::new(self.state, &self.budget, self.peer, self.is_remote);
         listener::serve_session(stream, session, &self.budget, accepted, stop, config).await
     }
 }

@@ -16,7 +16,9 @@ use tokio::task::JoinHandle;
 
 use crate::admin::{self, Admin, Live};
 use crate::api::browser::BrowserGuard;
-use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
+use crate::config::{
+    Config, GatewayConfig, Listen, ListenAddress, OPEN_LISTENER, RedisConfig, StoreConfig,
+};
 use crate::envoy::Envoy;
 use crate::listener::{self, ListenerConfig, MaxAge, Socket};
 use crate::metrics::stalls;
@@ -77,7 +79,7 @@ impl RestartOnlyConfig {
     /// without a token.
     pub(crate) fn check(&self, config: &Config) -> Result<(), String> {
         if let Some(address) = &self.resp_address
-            && config.api_token.is_none()
+            && config.tokens.of_api().is_none()
             && address.is_remote()
         {
             return Err(format!(
@@ -87,7 +89,7 @@ impl RestartOnlyConfig {
             ));
         }
         let address = &self.admin_address;
-        if config.admin_token.is_some() || !address.is_remote() {
+        if config.tokens.of_admin().is_some() || !address.is_remote() {
             return Ok(());
         }
         Err(format!(
@@ -145,7 +147,7 @@ pub(crate) async fn serve(
     let envoy = Envoy::new(Arc::clone(state), service.unready.subscribe()).await?;
     let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
-        move |_| envoy.service(),
+        move |peer| envoy.service(peer),
         current_tls(state),
         client_network(state),
         stopped.clone(),
@@ -400,14 +402,15 @@ async fn serve_resp(
         Some(Arc::new(config))
     };
     let budget = Resp::budget();
-    let protocol = |peer| Resp::new(&state, &budget, peer);
+    let is_remote = listener.address().is_ok_and(|address| address.is_remote());
+    let protocol = |peer| Resp::new(&state, &budget, peer, is_remote);
     listener::serve_protocol(listener, protocol, tls, network, stopped, config).await;
 }
 
 /// Returns an error if a flag opens the Redis protocol to other hosts without a token.
 pub(crate) fn check_resp(config: &Config) -> anyhow::Result<()> {
     anyhow::ensure!(
-        config.api_token.is_some() || !config.listen.is_resp_remote(),
+        config.tokens.of_api().is_some() || !config.listen.is_resp_remote(),
         "--resp is not on loopback but auth.api_token is not set: set a token in the file, or \
          listen on 127.0.0.1"
     );
@@ -416,17 +419,8 @@ pub(crate) fn check_resp(config: &Config) -> anyhow::Result<()> {
 
 /// Warns about listeners of the API that other hosts can use without a token or a certificate.
 fn warn_about_open_listeners(addresses: &[(&str, ListenAddress)], config: &Config) {
-    let has_client_ca = config.tls.as_ref().is_some_and(|tls| tls.has_client_ca);
-    if config.api_token.is_some() || has_client_ca {
-        return;
-    }
-    for (listener, address) in addresses.iter().filter(|(_, address)| address.is_remote()) {
-        tracing::warn!(
-            listener,
-            %address,
-            "other hosts can use this listener without a token: set auth.api_token or \
-             tls.client_ca, or listen on 127.0.0.1"
-        );
+    for (listener, address) in config.open_listeners(addresses) {
+        tracing::warn!(listener, %address, "{OPEN_LISTENER}");
     }
 }
 

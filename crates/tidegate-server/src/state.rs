@@ -1,5 +1,6 @@
 //! State that all front doors share: the active configuration, the store, metrics and hot keys.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime};
 
@@ -11,12 +12,14 @@ use tidegate::{
 };
 
 use crate::api::forward_auth::missing::UsedParts;
+use crate::auth::{AuthError, AuthListener, Scope, Token, Tokens};
 use crate::backend::Backend;
-use crate::config::{Config, EnvoyConfig, Secret};
+use crate::config::{Config, EnvoyConfig};
 use crate::envoy::rules::{Limit, Rule, Unit, override_name};
 use crate::gateway::{Telemetry, UpstreamTls};
 use crate::hot_keys::{self, HotKeys};
 use crate::key_hash;
+use crate::listener::Peer;
 use crate::logs::{self, DenialLog};
 use crate::metrics::Metrics;
 use crate::observer::DecisionObserver;
@@ -48,9 +51,15 @@ pub(crate) struct ActiveConfig {
     pub(crate) reads_method: bool,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) partition_keys: bool,
-    pub(crate) api_token: Option<Secret>,
-    pub(crate) admin_token: Option<Secret>,
+    pub(crate) tokens: Tokens,
     pub(crate) hash: String,
+}
+
+/// Client that changes counts, for the log.
+#[derive(Debug, Clone)]
+pub(crate) struct Caller {
+    pub(crate) peer: SocketAddr,
+    pub(crate) token: Option<Arc<Token>>,
 }
 
 impl ServerState {
@@ -93,6 +102,22 @@ impl ServerState {
         let Self { backend, metrics, hot_keys, .. } = self;
         let active = ActiveConfig::new(config, backend, metrics, hot_keys);
         self.active.store(Arc::new(active));
+    }
+
+    /// Returns the token of a request if it has one of these scopes. A wrong token is counted.
+    pub(crate) fn authorize<'t>(
+        &self,
+        tokens: &'t Tokens,
+        given: Option<&[u8]>,
+        scopes: &[Scope],
+        listener: AuthListener,
+        peer: Peer,
+    ) -> Result<&'t Arc<Token>, AuthError> {
+        let authorized = tokens.authorize(given, scopes);
+        if matches!(authorized, Err(AuthError::Wrong)) {
+            self.metrics.auth_failures.count(listener, peer.address);
+        }
+        authorized
     }
 
     pub(crate) fn active(&self) -> Arc<ActiveConfig> {
@@ -153,8 +178,7 @@ impl ActiveConfig {
             reads_method,
             x_ratelimit_headers: config.x_ratelimit_headers,
             partition_keys: config.partition_keys,
-            api_token: config.api_token,
-            admin_token: config.admin_token,
+            tokens: config.tokens,
             hash: config.hash,
         }
     }
@@ -221,6 +245,17 @@ impl ActiveConfig {
             }
         }
         Ok(())
+    }
+
+    /// Logs who has reset a count.
+    pub(crate) fn log_reset(&self, caller: &Caller, policy: &str, key: &str) {
+        tracing::info!(
+            peer = %caller.peer,
+            token = caller.token.as_deref().map(Token::name),
+            policy,
+            key = self.shown_key(policy, key.to_owned()),
+            "count reset"
+        );
     }
 
     /// Returns whether Envoy's requests bring the limits that count under this name.

@@ -1,5 +1,7 @@
 //! `tidegate config check` and `config schema`: JSON output and help.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -208,4 +210,38 @@ fn policies_that_may_not_limit_as_meant_are_warnings() {
     assert_eq!(text.matches("warning").count(), 2, "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
     assert_eq!(warnings(&guarded), "");
+}
+
+#[test]
+fn weak_tokens_and_open_listeners_are_warnings() {
+    let policy = "policies: [{name: all, limit: 5, window: 1h}]\n";
+    let short = "auth:\n  api_token: 0123456789abcde\n  tokens:\n    - {name: ci, token: abc, \
+                 scopes: [read]}\n";
+    let text = warnings(&format!("{short}{policy}"));
+    let expected = "tidegate.yaml:2: auth.api_token: a token of fewer than 16 characters";
+    assert!(text.contains(expected), "{text}");
+    assert!(text.contains("tidegate.yaml:4: auth.tokens: ci: a token of fewer"), "{text}");
+    assert!(!text.contains("abc"), "{text}");
+    let long = "auth: {api_token: 0123456789abcdef}\n";
+    assert_eq!(warnings(&format!("{long}{policy}")), "");
+    let open = "listen: {http: '0.0.0.0:8080', grpc: '127.0.0.1:8081'}\n";
+    let text = warnings(&format!("{open}{policy}"));
+    assert!(text.contains("listen.http is 0.0.0.0:8080: other hosts can use"), "{text}");
+    assert!(!text.contains("listen.grpc"), "{text}");
+    assert_eq!(warnings(&format!("{open}{long}{policy}")), "");
+}
+
+#[test]
+fn token_file_that_all_users_can_read_is_a_warning() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let (file, token) = (folder.path().join("tidegate.yaml"), folder.path().join("token"));
+    std::fs::write(&token, "0123456789abcdef").expect("written");
+    for (mode, count) in [(0o640, 0), (0o644, 1)] {
+        std::fs::set_permissions(&token, Permissions::from_mode(mode)).expect("set");
+        let (code, result) = check(&file, "auth: {api_token_file: token}\n");
+        let warnings = result["warnings"].as_array().expect("warnings");
+        assert_eq!((code, warnings.len()), (Some(0), count), "{mode:o}: {result}");
+        let message = warnings.first().and_then(|warning| warning["message"].as_str());
+        assert!(message.is_none_or(|it| it.contains("every user of this host can read")));
+    }
 }

@@ -2,9 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
-use axum::Json;
 use axum::extract::{Query, Request, State};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::resilience::CircuitState;
@@ -14,6 +14,7 @@ use super::Admin;
 use crate::api::problem::Problem;
 use crate::backend::{RedisBackend, StoreHealth, StoreState};
 use crate::gateway::UpstreamHealth;
+use crate::listener::Peer;
 
 /// Requirements of a readiness probe besides a running process. Other parameters are ignored: some
 /// load balancers add their own.
@@ -76,6 +77,7 @@ pub(super) struct Readiness {
 )]
 pub(super) async fn readyz(
     State(admin): State<Admin>,
+    Extension(peer): Extension<Peer>,
     query: Result<Query<ReadyzQuery>, axum::extract::rejection::QueryRejection>,
     request: Request,
 ) -> Result<Response, Problem> {
@@ -97,7 +99,7 @@ pub(super) async fn readyz(
     };
     let ready = admin.ready.load(Ordering::Relaxed) && is_satisfied;
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let is_authorized = admin.authorize(&request).is_ok();
+    let is_authorized = admin.authorize(peer, &request).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },

@@ -10,8 +10,7 @@ use super::Admin;
 use crate::api::problem::Problem;
 use crate::api::{Problems, check_encoding, check_json, read_json};
 use crate::key_hash;
-use crate::listener::Peer;
-use crate::state::{ActiveConfig, ServerState};
+use crate::state::{ActiveConfig, Caller, ServerState};
 
 /// Counter to reset.
 #[derive(Deserialize, utoipa::ToSchema)]
@@ -29,7 +28,7 @@ struct ResetBody {
 )]
 pub(super) async fn handle(
     State(admin): State<Admin>,
-    Extension(peer): Extension<Peer>,
+    Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<StatusCode, Problem> {
     check_encoding(request.headers())?;
@@ -38,13 +37,7 @@ pub(super) async fn handle(
     let active = admin.state.active();
     let key = listed_key(&admin.state, &active, &policy, &key).unwrap_or(key);
     active.reset(&policy, &key).await?;
-    tracing::info!(
-        peer = %peer.address,
-        token = active.admin_token.is_some(),
-        policy,
-        key = active.shown_key(&policy, key),
-        "count reset"
-    );
+    active.log_reset(&caller, &policy, &key);
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -2,7 +2,7 @@
 //! `forwardAuth`: translates the headers of the proxy's subrequest into a query.
 
 use axum::extract::Query;
-use http::{HeaderMap, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Deserialize;
 use tidegate::internals::duration;
@@ -10,8 +10,8 @@ use tidegate::layer::RequestParts;
 use tidegate::{Action, PolicyDecisions, Query as DecisionQuery};
 
 use super::problem::Problem;
-use super::{ApiResponse, add_rate_limit_headers, client_address, token};
-use crate::config::Secret;
+use super::{ApiResponse, add_rate_limit_headers, client_address};
+use crate::auth::{self, AuthListener, Scope, Tokens};
 use crate::listener::{Peer, Request};
 use crate::state::ServerState;
 
@@ -63,7 +63,8 @@ enum DenyStatus {
             body = Problem, content_type = "application/problem+json"
         ),
         (
-            status = 403, description = "Denied, with deny_status=403",
+            status = 403,
+            description = "The token lacks a scope; or denied, with deny_status=403",
             body = Problem, content_type = "application/problem+json"
         ),
         (
@@ -87,7 +88,7 @@ pub(crate) async fn forward_auth(
 ) -> Result<ApiResponse, Problem> {
     let active = state.active_guard();
     let (mut head, _) = request.into_parts();
-    take_token(active.api_token.as_ref(), &mut head.headers)?;
+    take_token(state, &active.tokens, peer, &mut head.headers)?;
     let address = client_address(&active.client_ip, peer, &head.headers)?;
     let method = proxy_header(&head.headers, &METHOD, Some)?;
     let uri = proxy_header(&head.headers, &URI, origin_form)?;
@@ -140,16 +141,20 @@ impl From<DenyStatus> for StatusCode {
 
 /// Checks the proxy's token and removes it, so that it cannot become a key and be listed among the
 /// hot keys.
-fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Problem> {
-    let given = headers.remove(TOKEN);
-    let Some(token) = token else { return Ok(()) };
-    match given {
-        Some(given) => token::check_plain(token, given.as_bytes()),
-        None => token::check(token, headers).map(|()| {
-            headers.remove(header::AUTHORIZATION);
-        }),
+fn take_token(
+    state: &ServerState,
+    tokens: &Tokens,
+    peer: Peer,
+    headers: &mut HeaderMap,
+) -> Result<(), Problem> {
+    let own = headers.remove(TOKEN);
+    let Some(tokens) = tokens.of_api() else { return Ok(()) };
+    let given = own.as_ref().map(HeaderValue::as_bytes).or_else(|| auth::bearer(headers));
+    state.authorize(tokens, given, &[Scope::Acquire], AuthListener::Http, peer)?;
+    if own.is_none() {
+        headers.remove(header::AUTHORIZATION);
     }
-    .map_err(Problem::unauthorized)
+    Ok(())
 }
 
 /// Returns the explanation for the client, which Caddy and Traefik forward.
@@ -206,8 +211,6 @@ pub(super) fn nearest_host(hosts: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
-    use http::HeaderValue;
-
     use super::*;
 
     fn headers(lines: &[(&'static str, &str)]) -> HeaderMap {

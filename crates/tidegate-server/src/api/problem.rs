@@ -8,6 +8,7 @@ use serde::Serialize;
 use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
 use tidegate::{Error, PolicyDecision, PolicyDecisions, StoreError};
 
+use crate::auth::AuthError;
 use crate::logs;
 
 /// Error response for the client.
@@ -80,11 +81,6 @@ impl Problem {
         Self { kind: QUOTA_EXCEEDED, title: QUOTA_EXCEEDED_TITLE, violated_policies, ..problem }
     }
 
-    pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        let header = Some(&("www-authenticate", "Bearer"));
-        Self { header, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
-    }
-
     /// Returns the error for a compressed body; RFC 7694 defines the header.
     pub(crate) fn encoded_body() -> Self {
         let header = Some(&("accept-encoding", "identity"));
@@ -103,6 +99,16 @@ pub(crate) fn unavailable(error: &StoreError) -> &'static str {
         "the store is unavailable, and a part of the request may have been made: do not repeat it"
     } else {
         "the store is unavailable: try again later"
+    }
+}
+
+impl From<AuthError> for Problem {
+    fn from(error: AuthError) -> Self {
+        if matches!(error, AuthError::MissingScope { .. }) {
+            return Self::new(StatusCode::FORBIDDEN, error.to_string());
+        }
+        let header = Some(&("www-authenticate", "Bearer"));
+        Self { header, ..Self::new(StatusCode::UNAUTHORIZED, error.to_string()) }
     }
 }
 

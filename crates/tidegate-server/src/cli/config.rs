@@ -1,5 +1,6 @@
 //! `tidegate config`: validates a file, and prints the JSON Schema or a sample.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -7,8 +8,10 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::style;
-use crate::config::Config;
-use crate::config::ConfigWarning;
+use crate::config::{Config, ConfigWarning, OPEN_LISTENER};
+
+/// Permission of all users to read a file.
+const WORLD_READABLE: u32 = 0o004;
 
 /// Check a configuration file, or print its JSON Schema or a sample.
 #[derive(Debug, Args)]
@@ -62,7 +65,7 @@ impl ConfigCommand {
             ConfigSubcommand::Check { file, json: true } => return Ok(check_as_json(&file)),
             ConfigSubcommand::Check { file, json: false } => {
                 let config = Config::load(&file)?;
-                for warning in &config.warnings {
+                for warning in warnings(&config, &file) {
                     let (yellow, reset) = (style::WARNING, style::RESET);
                     anstream::eprintln!("{yellow}warning{reset}: {warning}");
                 }
@@ -88,6 +91,30 @@ impl ConfigCommand {
     }
 }
 
+/// Returns the warnings about a file, the listeners that it opens, and the files of its tokens.
+/// `serve` logs those about listeners, with the addresses of its flags. In a container, a file that
+/// all users can read is common, and harmless.
+fn warnings(config: &Config, file: &Path) -> Vec<ConfigWarning> {
+    let addresses = [("http", config.listen.http.clone()), ("grpc", config.listen.grpc.clone())];
+    let open = config
+        .open_listeners(&addresses)
+        .map(|(listener, address)| format!("listen.{listener} is {address}: {OPEN_LISTENER}"));
+    let is_readable = |path: &&PathBuf| {
+        std::fs::metadata(path).is_ok_and(|metadata| metadata.mode() & WORLD_READABLE != 0)
+    };
+    let readable = config.token_files.iter().filter(is_readable).map(|path| {
+        let path = path.display();
+        format!("every user of this host can read the token in {path}: chmod o= that file")
+    });
+    let messages = open.chain(readable);
+    let others = messages.map(|message| ConfigWarning {
+        file: file.display().to_string(),
+        line: None,
+        message,
+    });
+    config.warnings.iter().cloned().chain(others).collect()
+}
+
 /// Returns a number with its noun, such as "1 policy" or "2 policies".
 fn counted(number: usize, one: &str, many: &str) -> String {
     let noun = if number == 1 { one } else { many };
@@ -100,11 +127,11 @@ fn check_as_json(file: &Path) -> ExitCode {
         Ok(config) => {
             let policies = config.policies.iter().count();
             let rules = config.envoy.rules.rules().count();
-            let warning = |warning: &ConfigWarning| {
+            let warning = |warning: ConfigWarning| {
                 let ConfigWarning { file, line, message } = warning;
                 json!({"file": file, "line": line, "message": message})
             };
-            let warnings: Vec<_> = config.warnings.iter().map(warning).collect();
+            let warnings: Vec<_> = warnings(&config, file).into_iter().map(warning).collect();
             let result = json!({
                 "file": name,
                 "good": true,

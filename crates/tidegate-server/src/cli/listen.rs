@@ -48,7 +48,7 @@ impl AdminFlag {
     pub(super) fn apply(&self, config: &mut Config) -> anyhow::Result<()> {
         let Some(address) = self.listen_admin.clone() else { return Ok(()) };
         anyhow::ensure!(
-            config.admin_token.is_some() || !address.is_remote(),
+            config.tokens.of_admin().is_some() || !address.is_remote(),
             "--listen-admin {address} is not on loopback, but there is no admin token: set one in \
              TIDEGATE_ADMIN_TOKEN, TIDEGATE_ADMIN_TOKEN_FILE or auth.admin_token, or listen on \
              127.0.0.1"

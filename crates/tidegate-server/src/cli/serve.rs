@@ -69,7 +69,7 @@ impl ServeCommand {
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let access = ApiAccess {
             tls: config.tls.is_some(),
-            needs_token: config.api_token.is_some(),
+            needs_token: config.tokens.of_api().is_some(),
             admin_scheme: super::admin_scheme(&config),
         };
         // Without a terminal, the logs have the addresses, and other text would be in their way.

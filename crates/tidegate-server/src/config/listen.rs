@@ -12,6 +12,7 @@ use tidegate::ClientIp;
 use tidegate::internals::{Bounded, BoundedDuration, Document};
 
 use super::{ConfigError, raw};
+use crate::auth::Tokens;
 
 const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
@@ -183,8 +184,7 @@ impl ListenAddress {
 pub(super) fn validate(
     document: &Document<'_>,
     raw: &raw::RawListen,
-    has_admin_token: bool,
-    has_api_token: bool,
+    tokens: &Tokens,
 ) -> Result<Listen, ConfigError> {
     let number = |given: Option<u64>| given.and_then(|number| usize::try_from(number).ok());
     let max_connections =
@@ -208,7 +208,7 @@ pub(super) fn validate(
         allowed_hosts: allowed_hosts(document, &raw.allowed_hosts)?,
         proxy_protocol: super::trusting(document, &raw.proxy_protocol, None)?,
     };
-    let is_exposed = !has_admin_token && listen.admin.is_remote();
+    let is_exposed = tokens.of_admin().is_none() && listen.admin.is_remote();
     if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {
         return Err(document.error_at(
             field,
@@ -217,7 +217,8 @@ pub(super) fn validate(
              127.0.0.1",
         ));
     }
-    if let Some(field) = raw.resp.as_ref().filter(|_| !has_api_token && listen.is_resp_remote()) {
+    let is_resp_exposed = tokens.of_api().is_none() && listen.is_resp_remote();
+    if let Some(field) = raw.resp.as_ref().filter(|_| is_resp_exposed) {
         return Err(document.error_at(
             field,
             "listen.resp is not on loopback but auth.api_token is not set: set a token, or listen \

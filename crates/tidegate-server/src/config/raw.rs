@@ -14,9 +14,9 @@ use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
     Address, ConnectionAge, HeaderName, HostName, Master, Network, NotBlank, Origin, Permissions,
-    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, UpstreamUrl, add_auth_rules,
-    add_config_rules, add_cors_rules, add_listener_tls_rules, add_sentinel_rules, add_store_rules,
-    add_tls_rules,
+    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, TokenName, TokenScope, UpstreamUrl,
+    add_auth_rules, add_config_rules, add_cors_rules, add_listener_tls_rules, add_sentinel_rules,
+    add_store_rules, add_tls_rules, add_token_rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -67,14 +67,14 @@ pub(super) struct RawListen {
     #[schemars(with = "Option<Address>")]
     pub(super) grpc: Option<Spanned<String>>,
     /// Metrics and health; 127.0.0.1:8082 by default. Other than loopback only with
-    /// `auth.admin_token`.
+    /// `auth.admin_token`, or a token with the scope read or reset.
     #[schemars(with = "Option<Address>")]
     pub(super) admin: Option<Spanned<String>>,
     /// Requests of `tidegate gateway`; 127.0.0.1:8000 by default.
     #[schemars(with = "Option<Address>")]
     pub(super) gateway: Option<Spanned<String>>,
     /// Redis protocol, for any Redis client; off by default. Other than loopback only with
-    /// `auth.api_token`.
+    /// `auth.api_token`, or a token with the scope acquire or refund.
     #[schemars(with = "Option<Address>")]
     pub(super) resp: Option<Spanned<String>>,
     /// Permissions of the files of Unix sockets, in octal; '660' by default: the user and the group
@@ -219,7 +219,8 @@ pub(super) struct RawClientIp {
 #[schemars(rename = "Auth", transform = add_auth_rules)]
 pub(super) struct RawAuth {
     /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`), and the password
-    /// of Redis clients (`AUTH`).
+    /// of Redis clients (`AUTH`): the short form of an entry of `tokens` with the scopes acquire
+    /// and refund.
     #[serde(deserialize_with = "present")]
     #[schemars(with = "NotBlank")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
@@ -228,13 +229,39 @@ pub(super) struct RawAuth {
     #[schemars(with = "Option<String>")]
     pub(super) api_token_file: Option<Spanned<String>>,
     /// Bearer token for the admin listener; /healthz and /readyz work without it. It is also the
-    /// password of the user admin of the Redis protocol, who may reset counts.
+    /// password of the user admin of the Redis protocol, who may reset counts. It has all scopes,
+    /// but alone it does not close the API.
     #[serde(deserialize_with = "present")]
     #[schemars(with = "NotBlank")]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
     /// File with that token, instead of `admin_token`.
     #[schemars(with = "Option<String>")]
     pub(super) admin_token_file: Option<Spanned<String>>,
+    /// Tokens with names and scopes. One with the scope acquire or refund closes the API to clients
+    /// without a token, one with read or reset the admin listener.
+    pub(super) tokens: Vec<RawToken>,
+}
+
+/// Token of some clients, which log lines name.
+#[derive(serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "Token", transform = add_token_rules)]
+pub(super) struct RawToken {
+    /// Name in log lines and errors, and of the user of Redis clients; unique.
+    #[schemars(with = "TokenName")]
+    pub(super) name: Spanned<String>,
+    /// The token, such as `${CI_TOKEN}`.
+    #[serde(default, deserialize_with = "present")]
+    #[schemars(with = "NotBlank")]
+    pub(super) token: Option<Spanned<Option<String>>>,
+    /// File with the token, instead of `token`. The path is relative to the directory of this file.
+    /// A changed file is reloaded.
+    #[schemars(with = "Option<String>")]
+    pub(super) token_file: Option<Spanned<String>>,
+    /// Permissions: `acquire` (acquire, report and peek), `refund`, `reset`, `read` (peek, and the
+    /// data of the admin listener).
+    #[schemars(with = "Vec<TokenScope>", length(min = 1))]
+    pub(super) scopes: Spanned<Vec<Spanned<String>>>,
 }
 
 /// Deserializes a field so that a missing value differs from a missing field: in YAML, `!word` and

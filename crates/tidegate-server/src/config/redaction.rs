@@ -23,6 +23,9 @@ pub(super) const NAMES: Redaction = Redaction {
         "password_file",
         "api_token_file",
         "admin_token_file",
+        "tokens",
+        "token_file",
+        "scopes",
     ],
     all_fields: || schema_fields(Config::schema()),
 };

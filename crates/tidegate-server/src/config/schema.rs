@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tidegate::internals::duration;
 use tidegate::internals::schema::{HEADER_NAME, TEXT_TYPES, YamlForms, number_pattern};
 
+use super::auth::MAX_TOKEN_NAME_BYTES;
 use super::listen::{CONNECTION_AGES, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES};
 use super::raw::RawConfig;
 
@@ -251,9 +252,24 @@ schema_type!(
     json_schema!({"type": TEXT_TYPES, "pattern": r"\S"})
 );
 
+schema_type!(
+    /// Name of a token.
+    TokenName,
+    json_schema!({
+        "type": TEXT_TYPES,
+        "pattern": format!("^[0-9A-Za-z._-]{{1,{MAX_TOKEN_NAME_BYTES}}}$")
+    })
+);
+schema_type!(
+    /// Permission of a token.
+    TokenScope,
+    json_schema!({"type": "string", "pattern": "^(?:acquire|refund|reset|read)$"})
+);
+
 /// Requires a token for an admin listener, or a Redis protocol, that others can reach.
 pub(super) fn add_config_rules(schema: &mut Schema) {
-    let rule = |listener: &str, token: &str| {
+    let rule = |listener: &str, token: &str, scopes: &str| {
+        let with_scope = json!({"scopes": {"contains": {"type": "string", "pattern": scopes}}});
         json!({
             "if": {
                 "required": ["listen"],
@@ -267,12 +283,22 @@ pub(super) fn add_config_rules(schema: &mut Schema) {
                 "required": ["auth"],
                 "properties": {"auth": {
                     "type": "object",
-                    "anyOf": [{"required": [token]}, has(&format!("{token}_file"))]
+                    "anyOf": [
+                        {"required": [token]},
+                        has(&format!("{token}_file")),
+                        {
+                            "required": ["tokens"],
+                            "properties": {"tokens": {"contains": {"properties": with_scope}}}
+                        }
+                    ]
                 }}
             }
         })
     };
-    let rules = json!([rule("admin", "admin_token"), rule("resp", "api_token")]);
+    let rules = json!([
+        rule("admin", "admin_token", "^(?:read|reset)$"),
+        rule("resp", "api_token", "^(?:acquire|refund)$")
+    ]);
     // A file that is being written is empty at first.
     schema.insert("minProperties".to_owned(), json!(1));
     schema.insert("allOf".to_owned(), rules);
@@ -280,11 +306,19 @@ pub(super) fn add_config_rules(schema: &mut Schema) {
 
 /// Forbids a token that is also in a file.
 pub(super) fn add_auth_rules(schema: &mut Schema) {
-    let rules = ["api_token", "admin_token"].map(|token| {
-        let file = format!("{token}_file");
-        json!({"if": {"required": [token]}, "then": {"properties": {file: {"type": "null"}}}})
-    });
+    let rules = ["api_token", "admin_token"].map(in_one_place);
     schema.insert("allOf".to_owned(), json!(rules));
+}
+
+/// Requires a token, in one place.
+pub(super) fn add_token_rules(schema: &mut Schema) {
+    let one = json!({"anyOf": [{"required": ["token"]}, has("token_file")]});
+    schema.insert("allOf".to_owned(), json!([in_one_place("token"), one]));
+}
+
+fn in_one_place(token: &str) -> Value {
+    let file = format!("{token}_file");
+    json!({"if": {"required": [token]}, "then": {"properties": {file: {"type": "null"}}}})
 }
 
 /// Forbids two kinds of servers or two passwords at once, certificates without TLS, and a password

@@ -80,6 +80,7 @@ fn validation_errors_show_their_position() {
         ("listen: {http: localhost}\n".to_owned(), "tidegate.yaml:1:16:", "127.0.0.1:8080"),
         ("listen: {admin: 0.0.0.0:9}\n".to_owned(), "tidegate.yaml:", "auth.admin_token"),
         ("policies: 5\n".to_owned(), "tidegate.yaml:1:11:", "policies: must be a list"),
+        ("auth: {api_token: a, admin_token: a}\n".to_owned(), "tidegate.yaml:", "are the same"),
     ] {
         let found = error(&text);
         assert!(found.starts_with(place) && found.contains(message), "{text}\n{found}");
@@ -270,6 +271,37 @@ fn errors_in_other_sections_show_their_position() {
         ("auth: {api_token: ''}\n", "1:19:", "this token is empty"),
         ("auth:\n  admin_token:\n", "2:14:", "this token is empty"),
         ("auth: {api_token: a, api_token: b}\n", "1:22:", "`api_token` is there twice"),
+        (
+            "auth:\n  tokens:\n    - {name: a, token: t, scopes: []}\n",
+            "3:35:",
+            "scopes is empty: list some of acquire, refund, reset and read",
+        ),
+        (
+            "auth:\n  tokens:\n    - {name: a, token: t, scopes: [read, adquire]}\n",
+            "3:42:",
+            "unknown scope: write acquire, refund, reset or read",
+        ),
+        (
+            "auth:\n  tokens:\n    - {name: a, token: t, scopes: [read]}\n    \
+             - {name: a, token: u, scopes: [read]}\n",
+            "4:14:",
+            "another token has this name",
+        ),
+        (
+            "auth:\n  api_token: t\n  tokens:\n    - {name: a, token: t, scopes: [read]}\n",
+            "4:14:",
+            "another entry has the same token",
+        ),
+        (
+            "auth:\n  tokens:\n    - {name: a, scopes: [read]}\n",
+            "3:14:",
+            "this entry has no token: add token_file, or token",
+        ),
+        (
+            "auth:\n  tokens:\n    - {name: a, token: t, token_file: f, scopes: [read]}\n",
+            "3:39:",
+            "auth has both token and token_file",
+        ),
         (
             "attributes:\n  - tenant\n  - header.x\n",
             "3:5:",

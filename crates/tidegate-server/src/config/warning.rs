@@ -22,6 +22,10 @@ impl fmt::Display for ConfigWarning {
     }
 }
 
+/// Warning about a listener of the API that needs no token.
+pub(crate) const OPEN_LISTENER: &str = "other hosts can use this listener without a token: set \
+    auth.api_token or tls.client_ca, or listen on 127.0.0.1";
+
 /// Number of policies with the same warning that have a line each. More of them share one.
 const MAX_LINES: usize = 3;
 

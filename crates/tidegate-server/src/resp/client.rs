@@ -3,20 +3,25 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use tidegate::Action;
+
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError, Limits};
 use super::reply::{Protocol, Reply, Writer};
 use super::request::{self, QuotaCache, Request};
 use super::transaction::{Queued, Transaction};
-use crate::api::token;
-use crate::config::Secret;
+use crate::auth::{AuthListener, Scope, Token};
 use crate::listener::{BufferBudget, Peer, Step};
-use crate::state::{ActiveConfig, ServerState};
+use crate::state::{ActiveConfig, Caller, ServerState};
 
 /// Version of Redis whose protocol is supported. Clients choose features by it.
 const REDIS_VERSION: &str = "7.0.0";
 /// Maximum length of the name of a client.
 const MAX_NAME_BYTES: usize = 256;
+/// Number of wrong tokens after which a connection is closed.
+const MAX_FAILED_AUTHS: u32 = 3;
+const NOAUTH: &str = "NOAUTH Authentication required: AUTH token, with auth.api_token or one of \
+                      auth.tokens";
 /// Settings that clients ask for when they connect.
 const SETTINGS: [(&str, &str); 5] = [
     ("appendonly", "no"),
@@ -33,7 +38,11 @@ pub(super) struct Client {
     id: u64,
     name: String,
     pub(super) protocol: Protocol,
-    user: Option<User>,
+    /// Token that the client has authenticated with.
+    token: Option<Arc<Token>>,
+    failed_auths: u32,
+    /// Whether other hosts may be able to connect to the listener.
+    is_remote: bool,
     quotas: QuotaCache,
     budget: Arc<BufferBudget>,
     /// Commands since `MULTI`.
@@ -42,17 +51,13 @@ pub(super) struct Client {
     pub(super) executing: Option<Queued>,
 }
 
-/// User that a client has authenticated as.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum User {
-    /// With `auth.api_token`.
-    Default,
-    /// With `auth.admin_token`.
-    Admin,
-}
-
 impl Client {
-    pub(super) fn new(state: Arc<ServerState>, budget: &Arc<BufferBudget>, peer: Peer) -> Self {
+    pub(super) fn new(
+        state: Arc<ServerState>,
+        budget: &Arc<BufferBudget>,
+        peer: Peer,
+        is_remote: bool,
+    ) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         Self {
             state,
@@ -60,7 +65,9 @@ impl Client {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             name: String::new(),
             protocol: Protocol::default(),
-            user: None,
+            token: None,
+            failed_auths: 0,
+            is_remote,
             quotas: QuotaCache::default(),
             budget: Arc::clone(budget),
             transaction: None,
@@ -74,7 +81,7 @@ impl Client {
     }
 
     fn lacks_token(&self, active: &ActiveConfig) -> bool {
-        active.api_token.is_some() && self.user.is_none()
+        active.tokens.of_api().is_some() && self.token.is_none()
     }
 
     /// Handles a command that decides nothing or waits for `EXEC`, and returns the next step.
@@ -105,7 +112,7 @@ impl Client {
                 self.counters().count_error();
             }
             Writer { bytes: replies, protocol: self.protocol }.error(&error);
-            Step::Read
+            if self.failed_auths < MAX_FAILED_AUTHS { Step::Read } else { Step::Close }
         })
     }
 
@@ -151,7 +158,14 @@ impl Client {
         if let Err(error) = self.check(active, command, arguments) {
             return Some(Err(error));
         }
-        Some(request::parse(command, action, arguments, &mut self.quotas))
+        let mut request = request::parse(command, action, arguments, &mut self.quotas);
+        if action == Action::Reset
+            && let Ok(request) = &mut request
+        {
+            let caller = Caller { peer: self.peer.address, token: self.token.clone() };
+            request.caller = Some(caller);
+        }
+        Some(request)
     }
 
     /// Writes a reply.
@@ -197,7 +211,7 @@ impl Client {
             }
             Command::ResetSession => {
                 self.protocol = Protocol::default();
-                self.user = None;
+                self.token = None;
                 self.transaction = None;
                 self.name.clear();
                 writer.protocol = self.protocol;
@@ -258,52 +272,56 @@ impl Client {
         if command.accepts(arguments.len()) { Ok(()) } else { Err(command.usage_error()) }
     }
 
-    /// Returns an error unless the client may use a command. Only an administrator may reset
-    /// counts, if there is a token for that.
+    /// Returns an error unless the client may use a command. A reset needs its scope if there is a
+    /// token for the admin listener, or if other hosts can connect.
     fn check_access(&self, active: &ActiveConfig, command: Command) -> Result<(), String> {
         if command.is_public() {
             return Ok(());
         }
         if self.lacks_token(active) {
-            return Err("NOAUTH Authentication required: AUTH token, with auth.api_token".into());
+            return Err(NOAUTH.to_owned());
         }
-        if command == Command::Reset
-            && active.admin_token.is_some()
-            && self.user != Some(User::Admin)
-        {
-            return Err("NOPERM this user has no permissions to run the 'tg.reset' command: AUTH \
-                        admin token, with auth.admin_token"
-                .to_owned());
+        let Some(action) = request::action(command) else { return Ok(()) };
+        let is_reset = action == Action::Reset;
+        let needs_reset = is_reset && (self.is_remote || active.tokens.of_admin().is_some());
+        if !needs_reset && (is_reset || active.tokens.of_api().is_none()) {
+            return Ok(());
         }
-        Ok(())
+        match &self.token {
+            Some(token) => token
+                .check(Scope::of_action(action))
+                .map_err(|error| format!("NOPERM this user has no permissions: {error}")),
+            None => Err("NOPERM this user has no permissions: AUTH with a token that has the \
+                         scope reset, such as auth.admin_token"
+                .to_owned()),
+        }
     }
 
-    /// Checks a token in constant time.
+    /// Checks a token. A client without a name for it sends the user `default`.
     fn authenticate(
         &mut self,
         active: &ActiveConfig,
         user: Option<&[u8]>,
         given: &[u8],
     ) -> Result<(), String> {
-        if active.api_token.is_none() && active.admin_token.is_none() {
+        if active.tokens.is_empty() {
             return Err("ERR AUTH called without any password configured: set auth.api_token, or \
                         connect without a password"
                 .to_owned());
         }
-        let is_token =
-            |token: &Option<Secret>| token.as_ref().map(|it| token::check_plain(it, given).is_ok());
-        let is_default = is_token(&active.api_token) == Some(true);
-        let is_admin = is_token(&active.admin_token) == Some(true);
-        let found = match user {
-            None if is_admin => Some(User::Admin),
-            None | Some(b"default") => is_default.then_some(User::Default),
-            Some(b"admin") => is_admin.then_some(User::Admin),
-            Some(_) => None,
+        let is_user = |token: &&Arc<Token>| match user {
+            None | Some(b"default") => true,
+            Some(b"admin") if token.name() == "admin_token" => true,
+            Some(user) => token.name().as_bytes() == user,
         };
-        self.user = Some(found.ok_or(
-            "WRONGPASS invalid username-password pair: the users are default, with \
-             auth.api_token, and admin, with auth.admin_token",
-        )?);
+        let Some(token) = active.tokens.find(given).filter(is_user) else {
+            self.failed_auths += 1;
+            self.state.metrics.auth_failures.count(AuthListener::Resp, self.peer.address);
+            return Err("WRONGPASS invalid username-password pair: send AUTH token, or AUTH name \
+                        token with a name of auth.tokens"
+                .to_owned());
+        };
+        self.token = Some(Arc::clone(token));
         Ok(())
     }
 
@@ -386,10 +404,7 @@ impl Client {
             (b"GETNAME", 2) => writer.bulk(&self.name),
             (b"ID", 2) => writer.integer(i64::try_from(self.id).unwrap_or(i64::MAX)),
             (b"INFO", 2) => {
-                let user = match self.user {
-                    Some(User::Admin) => "admin",
-                    Some(User::Default) | None => "default",
-                };
+                let user = self.token.as_ref().map_or("default", |token| token.name());
                 writer.bulk(format!(
                     "id={} addr={} name={} db=0 user={user} resp={}\n",
                     self.id,

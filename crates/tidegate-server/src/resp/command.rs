@@ -114,7 +114,7 @@ const COMMANDS: [Entry; 23] = [
     Entry {
         command: Command::Auth,
         name: "AUTH",
-        arguments: "[default|admin] token",
+        arguments: "[name] token",
         summary: "Authenticates the connection.",
         arity: -2,
         key: 0,

@@ -19,16 +19,16 @@ const THROTTLE_POLICY: &str = "cl.throttle";
 /// Decides a request on memory.
 pub(super) fn decide_at_once(active: &ActiveConfig, request: &Request<'_>) -> Reply {
     let query = query(active, request);
-    let decided = active
-        .limiter
-        .decide_at_once(request.action, query, |decisions| decision_reply(request, decisions));
+    let decided = active.limiter.decide_at_once(request.action, query, |decisions| {
+        decision_reply(active, request, decisions)
+    });
     decided.unwrap_or_else(|error| error_reply(&error))
 }
 
 /// Decides a request.
 pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Reply {
     match active.limiter.decide(request.action, query(active, request)).await {
-        Ok(decisions) => decision_reply(request, &decisions),
+        Ok(decisions) => decision_reply(active, request, &decisions),
         Err(error) => error_reply(&error),
     }
 }
@@ -56,7 +56,15 @@ fn query<'a>(active: &ActiveConfig, request: &'a Request<'_>) -> Query<'a, 'a> {
     query.with_charged_at(charged_at)
 }
 
-fn decision_reply(request: &Request<'_>, decisions: &PolicyDecisions<'_>) -> Reply {
+fn decision_reply(
+    active: &ActiveConfig,
+    request: &Request<'_>,
+    decisions: &PolicyDecisions<'_>,
+) -> Reply {
+    if let Some(caller) = &request.caller {
+        let policy = if let Target::Policy(policy) = request.target { policy } else { OWN_QUOTA };
+        active.log_reset(caller, policy, request.key);
+    }
     match &request.target {
         Target::Throttle(dialect, quota) => {
             Reply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))

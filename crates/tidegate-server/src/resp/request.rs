@@ -10,6 +10,7 @@ use tidegate::{Action, Algorithm, ChargeError, Quota, UnknownName};
 use super::command::{Command, shown};
 use super::frame::Arguments;
 use crate::api::json::MAX_AGE_MS;
+use crate::state::Caller;
 
 /// Query of a command.
 #[derive(Debug)]
@@ -23,6 +24,8 @@ pub(super) struct Request<'a> {
     pub(super) age_ms: Option<u64>,
     /// Whether the reply has the names of its fields.
     pub(super) with_names: bool,
+    /// Client of a reset, which is logged.
+    pub(super) caller: Option<Caller>,
 }
 
 impl Request<'_> {
@@ -170,7 +173,8 @@ fn query<'a>(
         Target::Policy(text(arguments, 1, "policy")?)
     };
     let key = text(arguments, 2, "key")?;
-    Ok(Request { action, key, target, cost: options.cost, age_ms: options.age_ms, with_names })
+    let Options { cost, age_ms, .. } = options;
+    Ok(Request { action, key, target, cost, age_ms, with_names, caller: None })
 }
 
 #[derive(Debug, Default)]
@@ -246,7 +250,8 @@ fn throttle<'a>(
     let is_peek = quantity == 0 || quantity > quota.burst();
     let action = if is_peek { Action::Peek } else { Action::Acquire };
     let target = Target::Throttle(dialect, quota);
-    Ok(Request { action, key, target, cost: Some(quantity), age_ms: None, with_names: false })
+    let (cost, age_ms, with_names) = (Some(quantity), None, false);
+    Ok(Request { action, key, target, cost, age_ms, with_names, caller: None })
 }
 
 /// Returns an argument, which the command has, as text.

@@ -30,9 +30,14 @@ pub(super) struct RespSession {
 }
 
 impl RespSession {
-    pub(super) fn new(state: Arc<ServerState>, budget: &Arc<BufferBudget>, peer: Peer) -> Self {
+    pub(super) fn new(
+        state: Arc<ServerState>,
+        budget: &Arc<BufferBudget>,
+        peer: Peer,
+        is_remote: bool,
+    ) -> Self {
         state.metrics.resp.open();
-        let client = Client::new(state, budget, peer);
+        let client = Client::new(state, budget, peer, is_remote);
         let limits = client.limits(&client.state.active_guard());
         Self { parser: Parser::new(limits), client }
     }
@@ -42,6 +47,10 @@ impl RespSession {
 impl RespSession {
     pub(super) fn metrics(&self) -> &super::RespCounters {
         &self.client.state.metrics.resp
+    }
+
+    pub(super) fn auth_failures(&self) -> &crate::auth::AuthFailures {
+        &self.client.state.metrics.auth_failures
     }
 }
 
@@ -78,7 +87,7 @@ impl Session for RespSession {
         };
         queued.commands = queued.commands.slice(handled..);
         self.client.executing = (!queued.commands.is_empty()).then_some(queued);
-        if step == Step::Yield { Step::Yield } else { Step::Flush }
+        if matches!(step, Step::Yield | Step::Close) { step } else { Step::Flush }
     }
 }
 

@@ -275,7 +275,9 @@ async fn invalid_requests_are_rejected() {
 
 #[tokio::test]
 async fn api_token_protects_grpc() {
-    let (_service, mut client) = start("auth: {api_token: open-sesame}\n").await;
+    let auth = "auth: {api_token: open-sesame, tokens: [{name: grafana, token: reads, scopes: \
+                [read]}]}\n";
+    let (service, mut client) = start(auth).await;
     let mut send = async |token: Option<&str>| {
         let mut request = tonic::Request::new(RateLimitRequest {
             domain: "edge".to_owned(),
@@ -289,7 +291,9 @@ async fn api_token_protects_grpc() {
     };
     assert_eq!(send(None).await.err(), Some(GrpcCode::Unauthenticated));
     assert_eq!(send(Some("Bearer wrong")).await.err(), Some(GrpcCode::Unauthenticated));
+    assert_eq!(send(Some("Bearer reads")).await.err(), Some(GrpcCode::PermissionDenied));
     assert!(send(Some("Bearer open-sesame")).await.is_ok());
+    service.wait_until_logged("listener=\"grpc\" peer=127.0.0.1:");
 }
 
 #[tokio::test]

@@ -17,24 +17,8 @@ mod slots;
 /// Clients that do not read their responses.
 mod stalled;
 
-use std::net::{SocketAddr, TcpStream};
-
 use frames::field;
-use support::{Service, TEST_TIMEOUT};
-
-/// Connects from an address of this host.
-fn connect_from(source: &str, address: &str) -> TcpStream {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let stream = runtime.expect("a runtime").block_on(async {
-        let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
-        socket.bind(SocketAddr::new(source.parse().expect("an address"), 0)).expect("loopback");
-        let stream = socket.connect(address.parse().expect("an address")).await;
-        stream.expect("the service listens").into_std().expect("a socket")
-    });
-    stream.set_nonblocking(false).expect("a socket");
-    stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
-    stream
-}
+use support::Service;
 
 /// Returns the HPACK encoding of a request without a body.
 fn request_fields(method: &str, path: &str) -> Vec<u8> {

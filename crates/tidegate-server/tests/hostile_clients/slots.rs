@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::frames::{DATA, END_HEADERS, END_STREAM, Frames, HEADERS, WINDOW_UPDATE, field};
-use crate::support::{Response, Service, read_response};
-use crate::{connect_from, request_fields};
+use crate::request_fields;
+use crate::support::{Response, Service, connect_from, read_response};
 
 const OTHER_CLIENT: &str = "127.0.0.9";
 /// Time between two bytes of an upload.

@@ -32,7 +32,7 @@ fn resets_are_logged_with_the_caller_and_the_shown_key() {
         lines.find(|line| line.contains(part)).unwrap_or_else(|| panic!("{output}")).to_owned()
     };
     let user = line("per-user");
-    assert!(user.contains("peer=127.0.0.1:") && user.contains("token=true"), "{user}");
+    assert!(user.contains("peer=127.0.0.1:") && user.contains("token=\"admin_token\""), "{user}");
     assert!(user.contains("key=\"ann\""), "{user}");
     assert!(line("per-token").contains("key=\"sha256:ba7816bf8f01cfea\""), "{output}");
     assert!(!output.contains("hunter2"), "{output}");
@@ -54,6 +54,8 @@ fn reset_needs_json_and_the_own_origin_with_and_without_a_token() {
         assert_eq!(send(&[JSON, ("Sec-Fetch-Site", "cross-site")]), 403, "{auth}");
         assert_eq!(send(&[JSON, ("Sec-Fetch-Site", "same-site")]), 403, "{auth}");
         assert_eq!(send(&[("Content-Type", "text/plain")]), 415, "{auth}");
+        let of_curl = ("Content-Type", "application/x-www-form-urlencoded");
+        assert_eq!(send(&[of_curl]), 415, "as curl -d sends it: {auth}");
         assert_eq!(send(&[("Content-Type", "text/plain"), ("Origin", &own)]), 415, "{auth}");
         assert_eq!(send(&[("Origin", &own)]), 415, "a browser must send JSON: {auth}");
         assert!(!service.output().contains("count reset"), "{}", service.output());
@@ -146,7 +148,7 @@ fn unknown_variables_are_one_warning_with_the_right_names() {
         ("TIDEGATE_PORT_8080_TCP_ADDR", "10.0.0.1"),
     ];
     let service = Service::start_with_environment(
-        "auth: {api_token: '${TIDEGATE_OWN:-a}'}\npolicies: []\n",
+        "auth: {api_token: '${TIDEGATE_OWN:-0123456789abcdef}'}\npolicies: []\n",
         &variables,
     );
     let output = service.output();

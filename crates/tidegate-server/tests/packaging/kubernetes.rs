@@ -125,7 +125,7 @@ fn chart_renders_valid_manifests() {
     let image =
         &of_kind(&manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["image"];
     assert_eq!(image, &format!("ghcr.io/tidegate/tidegate:{version}"));
-    for kind in [SERVICE_MONITOR, "PrometheusRule", "NetworkPolicy"] {
+    for kind in [SERVICE_MONITOR, "PrometheusRule"] {
         assert!(manifests.iter().all(|manifest| manifest["kind"] != kind), "{kind}");
     }
 
@@ -256,10 +256,53 @@ fn chart_mounts_certificates_and_serves_redis_clients_with_a_token() {
 }
 
 #[test]
+fn chart_has_a_token_of_the_api_unless_it_is_turned_off() {
+    let api_token = |values: &str| {
+        let manifests = render(&["--set", &format!("adminToken=t,{values}")]);
+        let config: Value = serde_saphyr::from_str(config_of(&manifests)).expect("YAML");
+        let token = &of_kind(&manifests, "Secret")["stringData"]["api-token"];
+        assert_eq!(config["auth"]["api_token_file"].is_null(), token.is_null(), "{values}");
+        let volumes = &of_kind(&manifests, "Deployment")["spec"]["template"]["spec"]["volumes"];
+        assert_eq!(volumes[1]["secret"]["defaultMode"], 0o440, "not for all users");
+        token.as_str().map(str::to_owned)
+    };
+    let (generated, other) = (api_token("log=info"), api_token("log=info"));
+    assert_eq!(generated.as_ref().map(String::len), Some(32));
+    assert_ne!(generated, other);
+    assert_eq!(api_token("apiToken=u"), Some("u".to_owned()));
+    assert_eq!(api_token("apiToken=u,generateApiToken=false"), Some("u".to_owned()));
+    assert_eq!(api_token("generateApiToken=false"), None);
+}
+
+/// Peers of other namespaces need an entry, except the clients of the gateway.
+#[test]
+fn chart_admits_its_own_namespace_by_default() {
+    let rules = |values: &str| {
+        let manifests = render(&["--set", &format!("adminToken=t,{values}")]);
+        let rules = of_kind(&manifests, "NetworkPolicy")["spec"]["ingress"].clone();
+        let rules = rules.as_array().expect("rules").iter().map(|rule| {
+            let ports = rule["ports"].as_array().expect("ports").iter();
+            let ports: Vec<_> = ports.filter_map(|port| port["port"].as_str()).collect();
+            (ports.join(" "), rule["from"].clone())
+        });
+        rules.collect::<Vec<_>>()
+    };
+    let rule = |ports: &str, from: Value| (ports.to_owned(), from);
+    let own = || json!([{"podSelector": {}}]);
+    assert_eq!(rules("log=info"), [rule("http grpc", own()), rule("admin", own())]);
+    let upstream = "command=gateway,config.gateway.upstreams={http://app:3000}";
+    assert_eq!(rules(upstream), [rule("gateway", Value::Null), rule("admin", own())]);
+    let expected = [rule("gateway", Value::Null), rule("resp", own()), rule("admin", own())];
+    assert_eq!(rules(&format!("resp.enabled=true,{upstream}")), expected);
+    let text = template(&["--set", "adminToken=t,networkPolicy.enabled=false"]);
+    assert!(!text.contains("NetworkPolicy"), "{text}");
+}
+
+#[test]
 fn chart_has_alerts_a_network_policy_and_an_account() {
     let manifests = render(&[
         "--set",
-        "adminToken=t,prometheusRule.enabled=true,networkPolicy.enabled=true",
+        "adminToken=t,prometheusRule.enabled=true",
         "--set",
         "networkPolicy.adminFrom[0].namespaceSelector.matchLabels.name=monitoring",
     ]);
@@ -293,7 +336,7 @@ fn chart_rejects_wrong_values() {
         ("autoscaling.max=3", "Additional property max is not allowed"),
         ("command=server", "command"),
         ("certificates[0].name=ca", "Must validate one and only one schema"),
-        ("resp.enabled=true", "resp.enabled needs a token"),
+        ("resp.enabled=true,generateApiToken=false", "resp.enabled needs a token"),
         ("resources.limits.memory=1000000000", "set config.listen.max_connections"),
     ] {
         let output =

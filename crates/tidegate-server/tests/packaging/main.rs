@@ -53,9 +53,13 @@ fn succeed<A: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item = A>) 
 /// Checks a configuration with the real binary.
 fn check_config(name: &str, config: &str, variables: &[(&str, &str)]) {
     let folder = tempfile::tempdir().expect("a temporary directory");
-    let token = folder.path().join("admin-token.txt");
-    std::fs::write(&token, "token\n").expect("written");
-    let config = config.replace("/run/secrets/tidegate/admin-token", &token.display().to_string());
+    let mut config = config.to_owned();
+    for name in ["admin-token", "api-token"] {
+        let token = folder.path().join(name);
+        std::fs::write(&token, format!("{name} 0123456789\n")).expect("written");
+        let path = token.display().to_string();
+        config = config.replace(&format!("/run/secrets/tidegate/{name}"), &path);
+    }
     let file = folder.path().join("tidegate.yaml");
     std::fs::write(&file, &config).expect("written");
     let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))

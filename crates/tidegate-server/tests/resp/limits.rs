@@ -129,3 +129,32 @@ fn token_that_a_reload_adds_is_required_at_once() {
     client.stream().set_nonblocking(true).expect("a socket");
     assert!(client.stream().read(&mut rest).is_err(), "nothing more is sent");
 }
+
+#[test]
+fn guesses_end_the_connection_and_resets_are_logged() {
+    let auth = "auth: {api_token: secret, admin_token: root}\n";
+    let (service, address) = start(&format!("{auth}{POLICIES}"));
+    let mut client = Client::connect(&address);
+    for _ in 0..3 {
+        assert!(client.ask(&["AUTH", "S3CR3T"]).error().starts_with("WRONGPASS"));
+    }
+    assert_eq!(client.next(), None);
+    service.wait_until_logged("wrong tokens");
+    let mut admin = Client::connect(&address);
+    assert_eq!(admin.ask(&["AUTH", "root"]), Reply::Simple("OK".to_owned()));
+    admin.ask(&["TG.RESET", "unknown", "ann"]).error();
+    admin.ask(&["TG.RESET", "per-user", "ann"]).integers();
+    admin.ask(&["TG.RESET", "KEY", "ann", "QUOTA", "fixed-window", "5", "1s"]).integers();
+    service.wait_until("both resets are logged", |service| {
+        service.output().matches("count reset").count() == 2
+    });
+    let output = service.output();
+    let line = "count reset peer=127.0.0.1:";
+    assert!(output.contains("listener=\"resp\" peer=127.0.0.1:"), "{output}");
+    assert!(
+        output.contains(line)
+            && output.contains("token=\"admin_token\" policy=\"per-user\" key=\"ann\""),
+        "{output}"
+    );
+    assert!(!output.contains("S3CR3T") && !output.contains("root"), "{output}");
+}

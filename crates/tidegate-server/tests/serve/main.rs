@@ -15,6 +15,8 @@ mod nodes;
 mod operations;
 /// Shutdown without failed requests.
 mod shutdown;
+/// Named tokens: their scopes, failures, reload and log lines.
+mod tokens;
 
 use serde_json::{Value, json};
 

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Throttle of one log line.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LogThrottle(Mutex<ThrottleState>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct ThrottleState {
     last_logged: Option<Instant>,
     suppressed: u64,
@@ -18,7 +18,6 @@ struct ThrottleState {
 
 impl LogThrottle {
     /// Creates a throttle that has logged nothing.
-    #[expect(clippy::new_without_default, reason = "it is made in constants")]
     #[must_use]
     pub const fn new() -> Self {
         Self(Mutex::new(ThrottleState { last_logged: None, suppressed: 0 }))

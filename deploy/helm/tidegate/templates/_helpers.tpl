@@ -37,9 +37,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "tidegate.apiTokenKey" -}}
 {{- if .Values.existingSecret -}}
 {{- .Values.existingSecretKeys.apiToken -}}
-{{- else if .Values.apiToken -}}
+{{- else if or .Values.apiToken .Values.generateApiToken -}}
 api-token
 {{- end -}}
+{{- end -}}
+
+{{/* Token of the API: a generated one is that of the Secret, if the release has one already. */}}
+{{- define "tidegate.apiToken" -}}
+{{- $secret := lookup "v1" "Secret" .Release.Namespace (include "tidegate.name" .) | default dict -}}
+{{- $known := get ($secret.data | default dict) "api-token" | b64dec -}}
+{{- .Values.apiToken | default $known | default (randAlphaNum 32) -}}
 {{- end -}}
 
 {{- define "tidegate.adminTokenKey" -}}
@@ -85,7 +92,7 @@ connections with half a request of 64 KiB. Empty without a limit.
 {{- end -}}
 {{- if .Values.resp.enabled -}}
 {{- if not (include "tidegate.apiTokenKey" .) -}}
-{{- fail "resp.enabled needs a token: set apiToken, or existingSecretKeys.apiToken" -}}
+{{- fail "resp.enabled needs a token: set apiToken or generateApiToken, or existingSecretKeys.apiToken" -}}
 {{- end -}}
 {{- $_ := set $listen "resp" "0.0.0.0:8083" -}}
 {{- end -}}
