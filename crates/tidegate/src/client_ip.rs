@@ -142,7 +142,7 @@ impl ClientIp {
                 let prefix = u128::MAX << (128 - self.ipv6_prefix);
                 Ipv6Addr::from_bits(address.to_bits() & prefix).into()
             }
-            address => address,
+            address @ IpAddr::V4(_) => address,
         }
     }
 
