@@ -148,7 +148,7 @@ impl ClientIp {
                 },
                 IpAddr::V4,
             ),
-            address => address,
+            address @ IpAddr::V4(_) => address,
         }
     }
 
