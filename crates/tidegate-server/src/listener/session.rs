@@ -314,6 +314,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
     use std::time::Duration;
 
+    use tidegate::ClientIp;
     use tokio::io::{AsyncReadExt as _, DuplexStream, duplex};
 
     use super::super::places::Places;
@@ -365,6 +366,7 @@ mod tests {
             write_timeout: Duration::from_secs(10),
             reject_ambiguous: false,
             inline_streams: true,
+            proxy_protocol: ClientIp::default(),
         }
     }
 

@@ -494,7 +494,7 @@ fn third_wrong_token_closes_the_connection() {
         ["AUTH root", "MULTI", "AUTH a", "AUTH b", "AUTH c", "PING", "EXEC"].as_slice(),
     ] {
         let mut client = Conversation::new(&format!("{TOKENS}{POLICIES}"));
-        let mut input = Input::new(1 << 20);
+        let mut input = input();
         input.push(format!("{}\r\nPING\r\n", attempts.join("\r\n")).as_bytes());
         let mut replies = Vec::new();
         let step = loop {
