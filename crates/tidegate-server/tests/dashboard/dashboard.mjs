@@ -288,7 +288,7 @@ describe('dashboard', {concurrency: true}, () => {
       await finding(page, 'No live data').waitFor({state: 'detached'});
       await byPolicy(page, 'find').waitFor();
       // A browser reports each attempt that fails.
-      page.problems = page.problems.filter((text) => !/ERR_(CONNECTION|INCOMPLETE)/.test(text));
+      page.problems = page.problems.filter((text) => !/ERR_(CONNECTION|INCOMPLETE|SOCKET)/.test(text));
       await close(page);
     } finally {
       await restarted.remove();
