@@ -1,4 +1,4 @@
-// Bodies of the admin API (docs/admin-api.md). Times are Unix milliseconds, rates are per second.
+// Bodies of the admin API (docs/http-api.md). Times are Unix milliseconds, rates are per second.
 
 export interface Percentiles {
   p50: number;

@@ -12,7 +12,7 @@ fn examples_in_the_documents_are_valid() {
         include_str!("../../../../docs/configuration.md"),
         include_str!("../../../../docs/redis.md"),
         include_str!("../../../../docs/gateway.md"),
-        include_str!("../../../../docs/envoy.md"),
+        include_str!("../../../../docs/proxies.md"),
         include_str!("../../../../README.md"),
     ] {
         let blocks: Vec<&str> = document

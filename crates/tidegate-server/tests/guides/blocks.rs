@@ -16,7 +16,7 @@ const TESTED_ELSEWHERE: [(&str, &str, &str); 13] = [
     ("README.md", "yaml", "crates/tidegate-server/src/config/tests.rs"),
     ("docs/algorithms.md", "lua", "crates/tidegate/tests/algorithms_page.rs"),
     ("docs/configuration.md", "yaml", "crates/tidegate-server/src/config/tests.rs"),
-    ("docs/envoy.md", "yaml", "crates/tidegate-server/src/config/tests.rs"),
+    ("docs/proxies.md", "yaml", "crates/tidegate-server/src/config/tests.rs"),
     ("docs/gateway.md", "yaml", "crates/tidegate-server/src/config/tests.rs"),
     ("docs/library.md", "rust", "crates/tidegate/src/lib.rs"),
     ("docs/migrating.md", "rust", "crates/tidegate/src/lib.rs"),

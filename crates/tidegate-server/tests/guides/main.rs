@@ -24,28 +24,24 @@ struct Page {
     before: &'static str,
 }
 
-const PAGES: [Page; 22] = [
+const PAGES: [Page; 18] = [
     page("README.md", 3, REDIS),
     page("docs/getting-started.md", 20, ""),
     page("docs/install.md", 3, SERVICE),
     page("docs/concepts.md", 7, ""),
-    page("docs/choosing.md", 1, LOGS),
-    page("docs/faq.md", 3, ""),
-    page("docs/http-api.md", 17, ""),
-    page("docs/admin-api.md", 3, SERVICE),
+    page("docs/http-api.md", 20, ""),
     page("docs/redis-clients.md", 2, ""),
     page("docs/monitoring.md", 3, SERVICE),
     page("docs/gateway.md", 1, ""),
-    page("docs/envoy.md", 8, ""),
+    page("docs/proxies.md", 8, ""),
     page("docs/migrating.md", 7, ""),
     page("docs/configuration.md", 1, ""),
-    page("docs/operations.md", 12, ""),
+    page("docs/operations.md", 14, ""),
     page("docs/redis.md", 1, REDIS),
     page("docs/metrics.md", 2, ""),
-    page("docs/capacity.md", 3, ""),
     page("docs/simulate.md", 1, LOGS),
     page("docs/bench.md", 1, ""),
-    page("docs/algorithms.md", 4, ""),
+    page("docs/algorithms.md", 5, LOGS),
     page("deploy/README.md", 1, CADDY),
 ];
 

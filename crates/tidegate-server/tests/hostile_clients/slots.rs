@@ -11,6 +11,8 @@ use crate::request_fields;
 use crate::support::{Response, Service, connect_from, read_response};
 
 const OTHER_CLIENT: &str = "127.0.0.9";
+/// Addresses of hostile clients, none of which has a quarter of the slots.
+const ADDRESSES: [&str; 5] = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"];
 /// Time between two bytes of an upload.
 const DRIP_INTERVAL: Duration = Duration::from_millis(100);
 /// More than the gateway reads ahead.
@@ -166,6 +168,10 @@ fn drip_from(addresses: &[&str]) -> u64 {
     }
     other.join().expect("no panic");
     assert_eq!(*responses.lock().expect("no panic"), [200, 200, 200], "{addresses:?}");
+    ended_uploads(&gateway)
+}
+
+fn ended_uploads(gateway: &Service) -> u64 {
     let metrics = gateway.admin("/metrics").body;
     let ended = metrics.lines().find_map(|line| line.split_once("reason=\"slow_upload\"} "));
     ended.expect("a metric").1.parse().expect("a number")
@@ -178,8 +184,23 @@ fn slow_uploads_of_one_address_leave_the_upstream_to_others() {
 
 #[test]
 fn slow_uploads_of_many_addresses_end_when_others_wait() {
-    let addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"];
-    assert!(drip_from(&addresses) > 0);
+    assert!(drip_from(&ADDRESSES) > 0);
+}
+
+#[test]
+fn uploads_of_unknown_length_end_when_others_wait_without_a_minimum_rate() {
+    let upstream = Upstream::start();
+    let config = "gateway: {max_connections: 256, min_upload_rate: 0}\n";
+    let gateway = Service::gateway(config, &[&upstream.url]);
+    let mut hostile = ADDRESSES.map(|source| Hostile::connect(source, &gateway));
+    for client in &mut hostile {
+        for _ in 0..52 {
+            client.send(&request_fields("POST", "/upload"), 0);
+        }
+    }
+    gateway.wait_until("the slots are taken", |_| upstream.held() >= 256);
+    assert_eq!(get(&gateway.http).status, 200);
+    assert!(ended_uploads(&gateway) > 0);
 }
 
 #[test]

@@ -40,7 +40,7 @@ fn promtool_accepts_the_rules_and_their_tests_pass() {
 
 #[test]
 fn every_alert_is_explained_and_has_unit_tests_in_both_directions() {
-    let page = read("docs/alerts.md");
+    let page = read("docs/monitoring.md");
     let tests: Value =
         serde_saphyr::from_str(&read("deploy/prometheus/rules_test.yaml")).expect("YAML");
     let tests = tests["tests"].as_array().expect("tests").iter();
@@ -57,16 +57,16 @@ fn every_alert_is_explained_and_has_unit_tests_in_both_directions() {
             assert!(text.len() > 20, "{name} has no {field}");
         }
         let link = alert["annotations"]["runbook_url"].as_str().expect("a link");
-        let anchor = format!("/docs/alerts.md#{}", name.to_lowercase());
+        let anchor = format!("/docs/monitoring.md#{}", name.to_lowercase());
         assert!(link.ends_with(&anchor), "{name}: {link}");
-        assert!(page.contains(&format!("\n## {name}\n")), "docs/alerts.md has no {name}");
+        assert!(page.contains(&format!("\n### {name}\n")), "docs/monitoring.md has no {name}");
         let of_alert = tests.iter().filter(|test| test["alertname"] == name);
         let (firing, silent): (Vec<&&Value>, Vec<&&Value>) =
             of_alert.partition(|test| test["exp_alerts"].as_array().is_some_and(|a| !a.is_empty()));
         assert!(!firing.is_empty() && !silent.is_empty(), "{name}: tests in both directions");
     }
-    let known: Vec<String> = alerts.iter().map(|alert| format!("## {}", name(alert))).collect();
-    for heading in page.lines().filter(|line| line.starts_with("## Tidegate")) {
+    let known: Vec<String> = alerts.iter().map(|alert| format!("### {}", name(alert))).collect();
+    for heading in page.lines().filter(|line| line.starts_with("### Tidegate")) {
         assert!(known.iter().any(|known| known == heading), "{heading} is not an alert");
     }
 }
