@@ -12,8 +12,8 @@ COPY Cargo.toml Cargo.lock ./
 COPY crates crates
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
-    cargo build --release --locked -p tidegate-server \
-    && cp target/release/tidegate /tidegate
+    cargo build --profile dist --locked -p tidegate-server \
+    && cp target/dist/tidegate /tidegate
 
 # Nothing but the binary and the certificates of public CAs.
 FROM scratch

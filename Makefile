@@ -4,7 +4,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test-faults test-faults-short test bench \
+.PHONY: help setup format lint quick test-code test-faults test-faults-short test bench \
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
@@ -79,6 +79,10 @@ lint: ## Run Clippy with warnings as errors, and check the links in the document
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	cargo clippy --workspace --test faults --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc -p tidegate --no-deps --locked --all-features --quiet
+
+quick: format ## Check format, lints, unit tests and the memory store: two minutes when it is built
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	cargo test --workspace --locked --lib --bins --test memory --test limiter
 
 test-code: ## Run the tests only
 	cargo test --workspace --locked
@@ -208,7 +212,7 @@ $(THROTTLECRAB):
 	cargo install throttlecrab-server --version 0.4.40 --locked --root bench/target/peers
 
 bench-build:
-	cargo build --release --locked
+	cargo build --profile dist --locked
 	cargo build --release --locked --manifest-path bench/Cargo.toml
 
 bench-http: bench-tools bench-build ## Compare only the service, with no-op servers and throttlecrab
@@ -228,10 +232,10 @@ bench-gateway: bench-tools bench-build ## Compare the gateway with nginx and lim
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 RELEASE_TARGET = $(shell rustc -vV | sed -n 's/^host: //p')
 RELEASE_NAME = tidegate-$(VERSION)-$(RELEASE_TARGET)
-RELEASE_DIR = $(or $(CARGO_TARGET_DIR),target)/$(RELEASE_TARGET)/release
+RELEASE_DIR = $(or $(CARGO_TARGET_DIR),target)/$(RELEASE_TARGET)/dist
 TIDEGATE = $(RELEASE_DIR)/tidegate
 release: ## Build the static binary and its archive, as `cargo binstall` downloads it
-	RUSTFLAGS='-C target-feature=+crt-static' cargo build --release --locked -p tidegate-server \
+	RUSTFLAGS='-C target-feature=+crt-static' cargo build --profile dist --locked -p tidegate-server \
 		--target $(RELEASE_TARGET)
 	$(MAKE) share TIDEGATE=$(TIDEGATE)
 	rm -rf target/$(RELEASE_NAME)
@@ -262,9 +266,9 @@ test-deb: cargo-deb ## Build a Debian package of a debug binary, and check its c
 	cargo test --workspace --locked --test packaging -- --ignored debian_package
 
 deb: cargo-deb ## Build the Debian package
-	cargo build --release --locked -p tidegate-server
-	$(MAKE) share TIDEGATE=$(or $(CARGO_TARGET_DIR),target)/release/tidegate
-	cargo deb --no-build -p tidegate-server
+	cargo build --profile dist --locked -p tidegate-server
+	$(MAKE) share TIDEGATE=$(or $(CARGO_TARGET_DIR),target)/dist/tidegate
+	cargo deb --no-build --profile dist -p tidegate-server
 
 # The database of advisories is on GitHub. A machine that cannot reach it says so and passes.
 deny: cargo-deny ## Check the dependencies: licences, sources, duplicates, vulnerabilities

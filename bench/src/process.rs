@@ -80,10 +80,12 @@ pub(crate) fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// Returns the path of a release binary of this repository.
+/// Returns the path of a binary of this repository: of the profile `dist`, or of this workspace.
 pub(crate) fn own_binary(name: &str) -> Result<PathBuf> {
     let beside = std::env::current_exe()?.with_file_name(name);
-    let places = [beside, root().join("target/release").join(name)];
+    // With CARGO_TARGET_DIR, both workspaces build into one folder.
+    let shared = beside.with_file_name("../dist").join(name);
+    let places = [root().join("target/dist").join(name), shared, beside];
     places
         .into_iter()
         .find(|path| path.exists())
