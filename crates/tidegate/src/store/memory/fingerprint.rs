@@ -197,7 +197,12 @@ impl HashSecret {
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "any bits of a hash")]
     fn class_of(&self, sum: u128) -> u64 {
-        let (home, policy) = ((sum >> 48) as u64, (sum >> 64) as u64 | 1);
+        // The sum is linear: names that count up would be close to each other.
+        let mut hash = sum as u64 ^ (sum >> 64) as u64;
+        for factor in [0xff51_afd7_ed55_8ccd, 0xc4ce_b9fe_1a85_ec53] {
+            hash = (hash ^ hash >> 33).wrapping_mul(factor);
+        }
+        let (home, policy) = (hash >> 40, hash | 1);
         for probe in 0..MAX_CLASS_PROBES {
             let class = home.wrapping_add(probe) & CLASS_MASK;
             let slot = &self.classes[class as usize];
