@@ -4,15 +4,15 @@ use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures_util::future::Either;
 use serde::Serialize;
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::store::redis::NodeHealth;
 use tidegate::{
-    Action, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, MemoryStore,
-    OnStoreFailure, RedisStore, SharedStore, Source, Store, StoreError,
+    Action, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore, OnStoreFailure,
+    Outcome, RedisStore, SharedStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
-use tracing::level_filters::LevelFilter;
 
 use crate::config::{RedisConfig, StoreConfig};
 use crate::logs::TRACE;
@@ -138,32 +138,47 @@ impl Backend {
 
 /// Large futures are boxed, so that the future of a request stays small.
 impl Store for Backend {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
         match self {
             Self::Memory(memory) => {
-                // Ready at once.
-                let decided = memory.traced(action, 1, memory.store.decide(action, charge)).await;
-                decided.or_else(|error| when_full(action, charge, memory.counted(error)))
+                let _entered = store_span(action, 1).entered();
+                let decided = memory.store.decide(action, charge).map(move |decided| {
+                    decided.or_else(|error| when_full(action, charge, memory.counted(error)))
+                });
+                either(decided)
             }
-            Self::Redis(redis) => Box::pin(redis.fallback.decide(action, charge)).await,
+            Self::Redis(redis) => {
+                let decided = redis.fallback.decide(action, charge).into_future();
+                Outcome::Pending(Either::Right(Box::pin(decided)))
+            }
         }
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
         match self {
             Self::Memory(memory) => {
-                let call = Box::pin(memory.store.decide_all(action, charges));
-                let decided = memory.traced(action, charges.len(), call).await;
-                decided.or_else(|error| {
-                    let error = memory.counted(error);
-                    charges.iter().map(|charge| when_full(action, charge, error.clone())).collect()
-                })
+                let _entered = store_span(action, charges.len()).entered();
+                let decided = memory.store.decide_all(action, charges).map(move |decided| {
+                    decided.or_else(|error| {
+                        let error = memory.counted(error);
+                        let charges = charges.iter();
+                        charges.map(|charge| when_full(action, charge, error.clone())).collect()
+                    })
+                });
+                either(decided)
             }
-            Self::Redis(redis) => Box::pin(redis.fallback.decide_all(action, charges)).await,
+            Self::Redis(redis) => {
+                let decided = redis.fallback.decide_all(action, charges).into_future();
+                Outcome::Pending(Either::Right(Box::pin(decided)))
+            }
         }
     }
 
@@ -179,36 +194,19 @@ impl Store for Backend {
         }
     }
 
-    fn decide_at_once(
-        &self,
-        action: Action,
-        charge: &Charge<'_>,
-    ) -> Option<Result<Decision, Error>> {
-        match self {
-            // Traces need the span of the call.
-            Self::Memory(memory) if LevelFilter::current() < LevelFilter::DEBUG => {
-                let decided = memory.store.decide_at_once(action, charge)?;
-                Some(decided.or_else(|error| match error {
-                    Error::Store(error) => Ok(when_full(action, charge, memory.counted(error))?),
-                    error => Err(error),
-                }))
-            }
-            _ => None,
-        }
-    }
-
-    fn decides_at_once(&self) -> bool {
-        match self {
-            Self::Memory(memory) => memory.store.decides_at_once(),
-            Self::Redis(_) => false,
-        }
-    }
-
     fn clock(&self) -> &dyn Clock {
         match self {
             Self::Memory(memory) => memory.store.clock(),
             Self::Redis(redis) => redis.fallback.clock(),
         }
+    }
+}
+
+/// Gives the answers of memory the type of those of Redis.
+fn either<F: Future, R: Future<Output = F::Output>>(outcome: Outcome<F>) -> Outcome<Either<F, R>> {
+    match outcome {
+        Outcome::Ready(answer) => Outcome::Ready(answer),
+        Outcome::Pending(future) => Outcome::Pending(Either::Left(future)),
     }
 }
 
@@ -221,12 +219,6 @@ fn store_span(action: Action, charges: usize) -> tracing::Span {
 impl MemoryBackend {
     fn new(store: MemoryStore, metrics: Arc<Metrics>) -> Self {
         Self { store, metrics, last_full: Mutex::new(None) }
-    }
-
-    /// Awaits a call in a span, if traces are on.
-    async fn traced<T>(&self, action: Action, charges: usize, call: impl Future<Output = T>) -> T {
-        let span = store_span(action, charges);
-        if span.is_disabled() { call.await } else { call.instrument(span).await }
     }
 
     #[cold]
@@ -342,16 +334,30 @@ impl<S: Store> InstrumentedStore<S> {
 }
 
 impl<S: Store> Store for InstrumentedStore<S> {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.instrumented(action, 1, pin!(self.store.decide(action, charge))).await
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            self.instrumented(action, 1, pin!(self.store.decide(action, charge).into_future()))
+                .await
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.instrumented(action, charges.len(), pin!(self.store.decide_all(action, charges))).await
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            self.instrumented(
+                action,
+                charges.len(),
+                pin!(self.store.decide_all(action, charges).into_future()),
+            )
+            .await
+        })
     }
 
     fn clock(&self) -> &dyn Clock {

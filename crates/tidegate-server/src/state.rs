@@ -7,8 +7,8 @@ use std::time::{Instant, SystemTime};
 use arc_swap::{ArcSwap, Guard};
 use http::HeaderMap;
 use tidegate::{
-    Action, Charge, ClientIp, Error, Limiter, Policies, PolicyDecisions, PolicyLimiter, Query,
-    ShowKeys, Store as _, StoreError, Timestamp,
+    Action, Charge, ClientIp, Error, Limiter, Policies, PolicyDecisions, PolicyLimiter, Progress,
+    Query, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::api::forward_auth::missing::UsedParts;
@@ -202,11 +202,10 @@ impl ActiveConfig {
         answer: impl FnOnce(&PolicyDecisions<'a>) -> T,
     ) -> Result<T, Error> {
         let on_span = |span: &tracing::Span| logs::continue_trace(span, headers);
-        let query = query.on_span(&on_span);
-        if self.limiter.limiter().store().decides_at_once() {
-            return self.limiter.decide_at_once(action, query, answer);
-        }
-        Ok(answer(&self.limiter.decide(action, query).await?))
+        Ok(match self.limiter.start(action, query.on_span(&on_span))? {
+            Progress::Decided(decisions) => answer(&decisions),
+            Progress::Waiting(waiting) => answer(&self.limiter.finish(waiting).await?),
+        })
     }
 
     /// Returns a key as operators see it.

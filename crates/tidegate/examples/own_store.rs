@@ -9,12 +9,14 @@
 
 use std::collections::HashMap;
 use std::error::Error;
+use std::future::Ready;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tidegate::testing::conformance_of;
 use tidegate::{
-    Action, Algorithm, Charge, Clock, Decision, Limiter, Quota, Store, StoreError, SystemClock,
+    Action, Algorithm, Charge, Clock, Decision, Limiter, Outcome, Quota, Store, StoreError,
+    SystemClock,
 };
 
 /// Counts of the windows, by policy and key.
@@ -101,13 +103,8 @@ fn window_micros(quota: &Quota) -> u64 {
     u64::try_from(quota.window().as_micros()).unwrap_or(u64::MAX)
 }
 
-impl<C: Clock + 'static> Store for WindowStore<C> {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let decisions = self.decide_all(action, std::slice::from_ref(charge)).await?;
-        decisions.first().copied().ok_or_else(|| StoreError::Refused("no charge".to_owned()))
-    }
-
-    async fn decide_all(
+impl<C: Clock + 'static> WindowStore<C> {
+    fn decide_now(
         &self,
         action: Action,
         charges: &[Charge<'_>],
@@ -144,6 +141,25 @@ impl<C: Clock + 'static> Store for WindowStore<C> {
             decision
         };
         Ok(charges.iter().map(decide).collect())
+    }
+}
+
+impl<C: Clock + 'static> Store for WindowStore<C> {
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        let decided = self.decide_now(action, std::slice::from_ref(charge));
+        Outcome::<Ready<_>>::Ready(decided.map(|decisions| decisions[0]))
+    }
+
+    fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::<Ready<_>>::Ready(self.decide_now(action, charges))
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -309,7 +309,6 @@ impl<'a> Charge<'a> {
 }
 
 /// Copy of a charge that does not borrow from the caller.
-#[cfg(feature = "resilience")]
 #[derive(Debug)]
 pub(crate) struct OwnedCharge {
     key: String,
@@ -320,7 +319,6 @@ pub(crate) struct OwnedCharge {
     on_store_failure: OnStoreFailure,
 }
 
-#[cfg(feature = "resilience")]
 impl OwnedCharge {
     pub(crate) fn of(charge: &Charge<'_>) -> Self {
         Self {

@@ -171,7 +171,7 @@ pub(crate) fn write_headers<'a>(
         push_state_name(text, separator, state.policy);
         push_number(text, state.decision.remaining);
         if let Some(wait) = state.more_after() {
-            text.push_str(STATE_WAIT);
+            text.push_str(";t=");
             push_number(text, wait.min(retry_after.unwrap_or(u64::MAX)));
         }
         push_partition_key(text, state.partition_key);
@@ -196,11 +196,9 @@ pub(crate) fn write_headers<'a>(
 
 /// Separator of the items of a list.
 const SEPARATOR: &str = ", ";
-/// Parameter of `ratelimit` for the time until there are more units.
-pub(crate) const STATE_WAIT: &str = ";t=";
 
 /// Appends an item of `ratelimit-policy`, without its partition key.
-pub(crate) fn push_policy(text: &mut String, separator: &str, policy: &str, quota: &Quota) {
+fn push_policy(text: &mut String, separator: &str, policy: &str, quota: &Quota) {
     push_name(text, separator, policy);
     text.push_str(";q=");
     push_number(text, quota.burst());
@@ -209,7 +207,7 @@ pub(crate) fn push_policy(text: &mut String, separator: &str, policy: &str, quot
 }
 
 /// Appends the start of an item of `ratelimit`, up to the number of units left.
-pub(crate) fn push_state_name(text: &mut String, separator: &str, policy: &str) {
+fn push_state_name(text: &mut String, separator: &str, policy: &str) {
     push_name(text, separator, policy);
     text.push_str(";r=");
 }
@@ -224,7 +222,7 @@ impl PolicyState<'_> {
 
     /// Returns the seconds of `x-ratelimit-reset`. `None` if no wait helps.
     #[inline]
-    pub(crate) fn reset(&self) -> Option<u64> {
+    fn reset(&self) -> Option<u64> {
         let Decision { allowed, retry_after, reset_after, .. } = self.decision;
         (allowed || !retry_after.is_zero()).then(|| seconds(reset_after.max(retry_after)))
     }
@@ -232,7 +230,7 @@ impl PolicyState<'_> {
     /// Returns the seconds until more quota becomes available. `None` if all of it is available, or
     /// if no wait helps.
     #[inline]
-    pub(crate) fn more_after(&self) -> Option<u64> {
+    fn more_after(&self) -> Option<u64> {
         let Decision { allowed, remaining, retry_after, reset_after, source, .. } = self.decision;
         let is_bucket =
             matches!(self.quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
@@ -282,7 +280,7 @@ fn push_partition_key(value: &mut String, partition_key: Option<[u8; 16]>) {
         let group = chunk.iter().fold(0, |group, byte| (group << 8) | usize::from(*byte));
         let group = group << (8 * (3 - chunk.len()));
         for position in 0..=chunk.len() {
-            value.push(char::from(DIGITS[(group >> (18 - 6 * position)) & 63]));
+            value.push(DIGITS[(group >> (18 - 6 * position)) & 63].into());
         }
     }
     value.push_str("==:");
@@ -300,8 +298,8 @@ fn push_name(value: &mut String, separator: &str, name: &str) {
     } else {
         for byte in name.bytes() {
             match byte {
-                b'"' | b'\\' => value.extend(['\\', char::from(byte)]),
-                _ if is_plain(byte) => value.push(char::from(byte)),
+                b'"' | b'\\' => value.extend(['\\', byte.into()]),
+                _ if is_plain(byte) => value.push(byte.into()),
                 _ => {
                     let digit = |number: u8| char::from(HEX[usize::from(number)]);
                     value.extend(['%', digit(byte >> 4), digit(byte & 15)]);

@@ -113,7 +113,6 @@ mod request_limiters;
 mod request_parts;
 mod responses;
 mod service;
-mod templates;
 
 pub use body::Body;
 pub use future::ResponseFuture;

@@ -248,8 +248,9 @@ pub use limiter::{Blocking, BlockingStore, Error, Limiter};
 pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
     Mode, Observer, OnStoreFailure, PathError, PathRules, PathSpelling, Policies, Policy,
-    PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, Query, SelectError,
-    Selected, Selection, ShowKeys, TRACE_TARGET, normalize_host, normalize_path,
+    PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, Progress, Query,
+    SelectError, Selected, Selection, ShowKeys, TRACE_TARGET, Waiting, normalize_host,
+    normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]
@@ -257,4 +258,4 @@ pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::{RedisStore, ResilientRedis};
-pub use store::{Action, SharedStore, Store, StoreError};
+pub use store::{Action, Outcome, SharedStore, Store, StoreError};

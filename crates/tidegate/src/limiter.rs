@@ -1,5 +1,6 @@
 //! [`Limiter`]: checks charges and hands them to the store.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use crate::decision::{Decision, Decisions};
 use crate::policy::SelectError;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Store, StoreError};
+use crate::store::{Action, Outcome, Store, StoreError};
 
 mod blocking;
 #[cfg(feature = "redis")]
@@ -75,7 +76,7 @@ pub enum Error {
     Charge(#[from] ChargeError),
     /// The store failed.
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(StoreError),
     /// A policy cannot build a valid key from this request.
     #[error(transparent)]
     Select(#[from] SelectError),
@@ -97,6 +98,22 @@ pub enum Error {
 
 fn suggestion(nearest: Option<&str>) -> String {
     nearest.map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
+}
+
+impl From<StoreError> for Error {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::Invalid(error) => Self::Charge(error),
+            error => Self::Store(error),
+        }
+    }
+}
+
+/// Validates a charge, unless the store does.
+#[inline]
+fn check<S: Store>(action: Action, charge: &Charge<'_>) -> Result<(), ChargeError> {
+    let is_validated = S::VALIDATES_ACQUIRES && action == Action::Acquire;
+    if is_validated { Ok(()) } else { charge.check(action) }
 }
 
 impl<S> Clone for Limiter<S> {
@@ -143,8 +160,11 @@ impl<S: Store> Limiter<S> {
     /// # Ok(())
     /// # }
     /// ```
-    pub async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.store.acquire(charge).await
+    pub fn acquire(
+        &self,
+        charge: &Charge<'_>,
+    ) -> impl Future<Output = Result<Decision, Error>> + Send {
+        self.decide(Action::Acquire, charge)
     }
 
     /// Decides several charges together, all or nothing: if one is denied, no units are taken. The
@@ -239,8 +259,11 @@ impl<S: Store> Limiter<S> {
 
     /// Applies an action to one charge.
     pub async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        charge.check(action)?;
-        Ok(self.store.decide(action, charge).await?)
+        check::<S>(action, charge)?;
+        Ok(match self.store.decide(action, charge) {
+            Outcome::Ready(decided) => decided?,
+            Outcome::Pending(decision) => decision.await?,
+        })
     }
 
     /// Applies an action to several charges; see [`Store::decide_all`].
@@ -251,6 +274,22 @@ impl<S: Store> Limiter<S> {
     ) -> Result<Decisions, Error> {
         Charge::check_all(action, charges)?;
         Ok(self.store.decide_all(action, charges).await?.into())
+    }
+
+    /// Decides one charge if the store answers without waiting. Otherwise nothing is decided.
+    #[inline]
+    pub(crate) fn decide_now(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Option<Result<Decision, Error>> {
+        if let Err(error) = check::<S>(action, charge) {
+            return Some(Err(error.into()));
+        }
+        match self.store.decide(action, charge) {
+            Outcome::Ready(decided) => Some(decided.map_err(Error::from)),
+            Outcome::Pending(_) => None,
+        }
     }
 }
 

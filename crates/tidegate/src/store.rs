@@ -1,15 +1,18 @@
 //! [`Store`]: where counts are kept and decisions are made. [`SharedStore`]: a store that several
 //! instances of a service use.
 
-use std::future::Future;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
+use pin_project_lite::pin_project;
+
 pub use crate::action::Action;
-use crate::charge::Charge;
+use crate::charge::{Charge, ChargeError};
 use crate::clock::Clock;
 use crate::decision::Decision;
-use crate::limiter::Error;
 
 pub mod invalidation;
 pub mod memory;
@@ -25,33 +28,38 @@ pub use shared::{SharedStore, heartbeat_interval};
 /// atomic: no other decision on the same counts may happen between its read and its write. The
 /// conformance suite of the feature `testing` checks an implementation.
 ///
+/// A store that answers without waiting, as memory does, returns [`Outcome::Ready`], and callers
+/// need no future for it. Any other returns [`Outcome::Pending`], with an `async` block.
+///
 /// Use [`SharedStore`] as well for a store behind a `DenyCache` or a `Fallback`.
 ///
 /// ```
-/// use tidegate::{Action, Charge, Clock, Decision, MemoryStore, Store, StoreError};
+/// use tidegate::{Action, Charge, Clock, Decision, MemoryStore, Outcome, Store, StoreError};
 ///
 /// /// Logs each denial.
 /// struct Logged(MemoryStore);
 ///
 /// impl Store for Logged {
-///     async fn decide(
+///     fn decide(
 ///         &self,
 ///         action: Action,
 ///         charge: &Charge<'_>,
-///     ) -> Result<Decision, StoreError> {
-///         let decision = self.0.decide(action, charge).await?;
-///         if !decision.allowed {
-///             println!("denied: {}", charge.key());
-///         }
-///         Ok(decision)
+///     ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+///         self.0.decide(action, charge).map(|decided| {
+///             decided.inspect(|decision| {
+///                 if !decision.allowed {
+///                     println!("denied: {}", charge.key());
+///                 }
+///             })
+///         })
 ///     }
 ///
-///     async fn decide_all(
+///     fn decide_all(
 ///         &self,
 ///         action: Action,
 ///         charges: &[Charge<'_>],
-///     ) -> Result<Vec<Decision>, StoreError> {
-///         self.0.decide_all(action, charges).await
+///     ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+///         self.0.decide_all(action, charges)
 ///     }
 ///
 ///     fn clock(&self) -> &dyn Clock {
@@ -60,12 +68,16 @@ pub use shared::{SharedStore, heartbeat_interval};
 /// }
 /// ```
 pub trait Store: Send + Sync + 'static {
-    /// Decides one charge.
+    /// Whether the store validates the charges of single acquires itself, so that the limiter need
+    /// not. A count that exists was validated before.
+    const VALIDATES_ACQUIRES: bool = false;
+
+    /// Decides one charge. A pending answer has done nothing before it is awaited.
     fn decide(
         &self,
         action: Action,
         charge: &Charge<'_>,
-    ) -> impl Future<Output = Result<Decision, StoreError>> + Send;
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send>;
 
     /// Decides several charges and returns one decision per charge, in the same order.
     ///
@@ -75,16 +87,7 @@ pub trait Store: Send + Sync + 'static {
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
-
-    /// Validates and decides an acquire. A store may compile it apart from the other actions.
-    #[doc(hidden)]
-    fn acquire(&self, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, Error>> + Send {
-        async move {
-            charge.check(Action::Acquire)?;
-            Ok(self.decide(Action::Acquire, charge).await?)
-        }
-    }
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send>;
 
     /// Decides charges whose call was abandoned with this error, because the caller's own deadline
     /// was exceeded. By default the error is returned; a `Fallback` (feature `resilience`) decides
@@ -102,34 +105,80 @@ pub trait Store: Send + Sync + 'static {
     /// Returns the clock of this store's decisions. A [`Limiter`](crate::Limiter) that waits for
     /// units sleeps by it.
     fn clock(&self) -> &dyn Clock;
+}
 
-    /// Validates and decides a charge without a future, as in memory. Returns `None` if this store
-    /// needs one.
-    #[doc(hidden)]
-    fn decide_at_once(
-        &self,
-        action: Action,
-        charge: &Charge<'_>,
-    ) -> Option<Result<Decision, Error>> {
-        let _ = (action, charge);
-        None
+/// Answer of a store: there now, or by a future that waits for it.
+#[derive(Debug)]
+#[must_use = "a pending answer does nothing before it is awaited"]
+pub enum Outcome<F: Future> {
+    /// The answer.
+    Ready(F::Output),
+    /// The future of the answer.
+    Pending(F),
+}
+
+impl<F: Future> Outcome<F> {
+    /// Applies a function to the answer, when it is there.
+    pub fn map<T>(
+        self,
+        function: impl FnOnce(F::Output) -> T + Send,
+    ) -> Outcome<impl Future<Output = T> + Send>
+    where
+        F: Send,
+    {
+        match self {
+            Self::Ready(answer) => Outcome::Ready(function(answer)),
+            Self::Pending(future) => Outcome::Pending(async move { function(future.await) }),
+        }
     }
+}
 
-    /// Returns whether every decision is ready when its future is polled for the first time, as in
-    /// memory. The Tower layer decides such requests without a future of its own.
-    #[doc(hidden)]
-    fn decides_at_once(&self) -> bool {
-        false
+pin_project! {
+    /// Future of an [`Outcome`].
+    #[derive(Debug)]
+    pub struct OutcomeFuture<F: Future> {
+        // Taken when it is polled.
+        answer: Option<F::Output>,
+        #[pin]
+        pending: Option<F>,
+    }
+}
+
+impl<F: Future> IntoFuture for Outcome<F> {
+    type Output = F::Output;
+    type IntoFuture = OutcomeFuture<F>;
+
+    fn into_future(self) -> OutcomeFuture<F> {
+        match self {
+            Self::Ready(answer) => OutcomeFuture { answer: Some(answer), pending: None },
+            Self::Pending(future) => OutcomeFuture { answer: None, pending: Some(future) },
+        }
+    }
+}
+
+impl<F: Future> Future for OutcomeFuture<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        let this = self.project();
+        match this.pending.as_pin_mut() {
+            Some(future) => future.poll(context),
+            // Polled again after the answer, which no caller may do.
+            None => this.answer.take().map_or(Poll::Pending, Poll::Ready),
+        }
     }
 }
 
 /// Lets several owners use one store, such as a limiter with a fallback and one without.
 impl<S: Store> Store for Arc<S> {
+    const VALIDATES_ACQUIRES: bool = S::VALIDATES_ACQUIRES;
+
+    #[inline]
     fn decide(
         &self,
         action: Action,
         charge: &Charge<'_>,
-    ) -> impl Future<Output = Result<Decision, StoreError>> + Send {
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
         S::decide(self, action, charge)
     }
 
@@ -137,12 +186,8 @@ impl<S: Store> Store for Arc<S> {
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send {
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
         S::decide_all(self, action, charges)
-    }
-
-    fn acquire(&self, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, Error>> + Send {
-        S::acquire(self, charge)
     }
 
     fn fall_back(
@@ -157,22 +202,11 @@ impl<S: Store> Store for Arc<S> {
     fn clock(&self) -> &dyn Clock {
         S::clock(self)
     }
-
-    fn decide_at_once(
-        &self,
-        action: Action,
-        charge: &Charge<'_>,
-    ) -> Option<Result<Decision, Error>> {
-        S::decide_at_once(self, action, charge)
-    }
-
-    fn decides_at_once(&self) -> bool {
-        S::decides_at_once(self)
-    }
 }
 
 /// Reason why a store could not decide. A `Fallback` (feature `resilience`) around the store
-/// decides the request instead, except for [`Misconfigured`](Self::Misconfigured).
+/// decides the request instead, except for [`Misconfigured`](Self::Misconfigured) and
+/// [`Invalid`](Self::Invalid).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -216,6 +250,9 @@ pub enum StoreError {
     /// The address or an option of the store is wrong.
     #[error("{0}")]
     Misconfigured(String),
+    /// The charge is invalid; of a store that [validates](Store::VALIDATES_ACQUIRES) it itself.
+    #[error(transparent)]
+    Invalid(#[from] ChargeError),
 }
 
 impl StoreError {

@@ -45,26 +45,27 @@ use sequence::{Sequence, Step};
 ///
 /// ```
 /// use tidegate::testing::conformance;
-/// use tidegate::{Action, Charge, Clock, Decision, Limiter, MemoryStore, Store, StoreError};
+/// use tidegate::{Action, Charge, Clock, Decision, Limiter};
+/// use tidegate::{MemoryStore, Outcome, Store, StoreError};
 ///
 /// /// Converts the names of policies, or logs, or measures.
 /// struct Wrapper(MemoryStore);
 ///
 /// impl Store for Wrapper {
-///     async fn decide(
+///     fn decide(
 ///         &self,
 ///         action: Action,
 ///         charge: &Charge<'_>,
-///     ) -> Result<Decision, StoreError> {
-///         self.0.decide(action, charge).await
+///     ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+///         self.0.decide(action, charge)
 ///     }
 ///
-///     async fn decide_all(
+///     fn decide_all(
 ///         &self,
 ///         action: Action,
 ///         charges: &[Charge<'_>],
-///     ) -> Result<Vec<Decision>, StoreError> {
-///         self.0.decide_all(action, charges).await
+///     ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+///         self.0.decide_all(action, charges)
 ///     }
 ///
 ///     fn clock(&self) -> &dyn Clock {

@@ -9,7 +9,7 @@ use axum::body::Body;
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
 use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
-use tidegate::{Action, Error, PolicyDecisions, Query, Store as _};
+use tidegate::{Action, Error, PolicyDecisions, Progress, Query, Waiting};
 use tower::{Layer as _, Service};
 
 use super::exchange::Exchange;
@@ -30,38 +30,36 @@ impl RequestLimiter for GatewayLimiter {
         self.0.active()
     }
 
-    async fn acquire<'a>(
+    fn start<'a>(
         &'a self,
         active: &'a Arc<ActiveConfig>,
-        parts: &Parts,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+        parts: &'a Parts,
+    ) -> Result<Progress<'a>, Error> {
         let peer = parts.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
         let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
         // The trace of the request continues in the span of its exchange, which is entered now.
-        let result = active.limiter.decide(Action::Acquire, Query::attributes(&request)).await;
+        let progress = active.limiter.start(Action::Acquire, Query::attributes(&request));
+        if let Some(exchange) = Exchange::of(&parts.extensions) {
+            match &progress {
+                Ok(Progress::Decided(decisions)) => exchange.decided(Ok(decisions)),
+                Ok(Progress::Waiting(_)) => {}
+                Err(error) => exchange.decided(Err(error)),
+            }
+        }
+        progress
+    }
+
+    async fn finish<'a>(
+        &'a self,
+        active: &'a Arc<ActiveConfig>,
+        parts: &Parts,
+        waiting: Waiting<'a>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let result = active.limiter.finish(waiting).await;
         if let Some(exchange) = Exchange::of(&parts.extensions) {
             exchange.decided(result.as_ref());
         }
         result
-    }
-
-    fn acquire_at_once<'a>(
-        &'a self,
-        active: &'a Arc<ActiveConfig>,
-        parts: &'a Parts,
-    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
-        if !active.limiter.limiter().store().decides_at_once() {
-            return None;
-        }
-        let Some(peer) = parts.extensions.get::<Peer>() else {
-            return Some(Err(Error::UnknownPeer));
-        };
-        let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
-        let result = active.limiter.acquire_at_once(Query::attributes(&request));
-        if let Some(exchange) = Exchange::of(&parts.extensions) {
-            exchange.decided(result.as_ref());
-        }
-        Some(result)
     }
 
     async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {

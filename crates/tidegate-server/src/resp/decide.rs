@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use tidegate::internals::PreparedCharge;
-use tidegate::{Error, PolicyDecision, PolicyDecisions, Query, Quota, Timestamp};
+use tidegate::{
+    Error, PolicyDecision, PolicyDecisions, Progress, Query, Quota, Timestamp, Waiting,
+};
 
 use super::reply::{DecisionReply, Reply};
 use super::request::{Dialect, Request, Target};
@@ -16,19 +18,39 @@ use crate::state::ActiveConfig;
 /// keeps its count when they change.
 const THROTTLE_POLICY: &str = "cl.throttle";
 
-/// Decides a request on memory.
-pub(super) fn decide_at_once(active: &ActiveConfig, request: &Request<'_>) -> Reply {
-    let query = query(active, request);
-    let decided = active.limiter.decide_at_once(request.action, query, |decisions| {
-        decision_reply(active, request, decisions)
-    });
-    decided.unwrap_or_else(|error| error_reply(&error))
+/// Request that is decided, or waits for the store.
+pub(super) enum Started {
+    Decided(Reply),
+    Waiting(Box<Waiting<'static>>),
 }
 
-/// Decides a request.
-pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Reply {
-    match active.limiter.decide(request.action, query(active, request)).await {
-        Ok(decisions) => decision_reply(active, request, &decisions),
+/// Starts to decide a request.
+pub(super) fn start(active: &ActiveConfig, request: &Request<'_>) -> Started {
+    Started::Decided(match active.limiter.start(request.action, query(active, request)) {
+        Ok(Progress::Decided(decisions)) => decision_reply(active, request, &decisions),
+        Ok(Progress::Waiting(waiting)) => return Started::Waiting(Box::new(waiting.into_owned())),
+        Err(error) => error_reply(&error),
+    })
+}
+
+/// Decides a valid request.
+pub(super) async fn decide(active: &ActiveConfig, request: Result<Request<'_>, String>) -> Reply {
+    match request {
+        Ok(request) => finish(active, start(active, &request), request).await,
+        Err(error) => Reply::Error(error),
+    }
+}
+
+/// Waits for the decision of a request.
+pub(super) async fn finish(active: &ActiveConfig, started: Started, request: Request<'_>) -> Reply {
+    let waiting = match started {
+        Started::Decided(reply) => return reply,
+        Started::Waiting(waiting) => waiting,
+    };
+    // Lets others run while a large group starts.
+    tokio::task::coop::consume_budget().await;
+    match active.limiter.finish(*waiting).await {
+        Ok(decisions) => decision_reply(active, &request, &decisions),
         Err(error) => error_reply(&error),
     }
 }

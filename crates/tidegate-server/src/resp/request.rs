@@ -13,7 +13,7 @@ use crate::api::json::MAX_AGE_MS;
 use crate::state::Caller;
 
 /// Query of a command.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Request<'a> {
     pub(super) action: Action,
     pub(super) key: &'a str,
@@ -44,7 +44,7 @@ impl Request<'_> {
 }
 
 /// Limit that a command is about.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum Target<'a> {
     Policy(&'a str),
     Quota(Arc<Quota>),

@@ -1,7 +1,6 @@
 //! Session of one connection: the commands that have arrived, in order.
 
 use std::collections::HashMap;
-use std::hash::RandomState;
 use std::sync::Arc;
 
 use futures_util::StreamExt as _;
@@ -9,7 +8,7 @@ use futures_util::stream::FuturesOrdered;
 use tidegate::Action;
 
 use super::client::Client;
-use super::decide::{decide, decide_at_once};
+use super::decide::{Started, decide, finish, start};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
 use super::request::Request;
@@ -75,11 +74,8 @@ impl Session for RespSession {
         // The commands of an `EXEC` come before the rest of the input.
         let executing = self.client.executing.take();
         let commands = executing.as_ref().map_or(input.bytes(), |queued| &queued.commands);
-        let (handled, step) = if self.client.state.backend.redis().is_none() {
-            self.handle_in_order(&active, commands, replies, turn)
-        } else {
-            Box::pin(self.handle_jointly(&active, commands, replies, turn)).await
-        };
+        let (handled, step) =
+            Box::pin(self.handle_commands(&active, commands, replies, turn)).await;
         self.parser.shrink();
         let Some(mut queued) = executing else {
             input.consume(handled);
@@ -92,9 +88,9 @@ impl Session for RespSession {
 }
 
 impl RespSession {
-    /// Decides one command after the other: memory answers at once. Returns the number of bytes
-    /// that were handled.
-    fn handle_in_order(
+    /// Handles commands in their order. Those whose decisions wait for the store are decided
+    /// together, so that they share calls to Redis. Returns the number of bytes that were handled.
+    async fn handle_commands(
         &mut self,
         active: &ActiveConfig,
         input: &[u8],
@@ -102,112 +98,82 @@ impl RespSession {
         turn: &mut Turn,
     ) -> (usize, Step) {
         let Self { parser, client } = self;
+        let mut group = Group::default();
         let mut handled = 0;
         let mut text = None;
-        loop {
-            if replies.len() >= MAX_REPLY_BYTES {
-                return (handled, Step::Flush);
+        let step = loop {
+            if replies.len() >= MAX_REPLY_BYTES || group.len() >= MAX_GROUP {
+                break Step::Flush;
             }
             let rest = &input[handled..];
             let (length, is_inline) = match parser.parse(rest) {
-                Ok(Parsed::Incomplete) => return (handled, Step::Read),
-                Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
-                Err(error) => return (handled, client.reject(&error, replies)),
-            };
-            if !turn.takes_command() {
-                return (handled, Step::Yield);
-            }
-            // Checked once for all commands, not for a part of one that is still arriving.
-            let text = *text.get_or_insert_with(|| text_at_start(input));
-            let arguments = match text.get(handled..handled + length) {
-                _ if is_inline => parser.inline_arguments(),
-                Some(text) => parser.text_arguments(text),
-                None => parser.arguments(rest),
-            };
-            handled += length;
-            match client.request(active, arguments) {
-                Some(Ok(request)) => client.write(&decide_at_once(active, &request), replies),
-                Some(Err(error)) => client.write(&Reply::Error(error), replies),
-                None => {
-                    let step = client.handle(active, arguments, replies);
-                    parser.limits = client.limits(active);
-                    if step != Step::Read {
-                        return (handled, step);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Decides all commands together, so that they share calls to Redis.
-    async fn handle_jointly(
-        &mut self,
-        active: &ActiveConfig,
-        input: &[u8],
-        replies: &mut Vec<u8>,
-        turn: &mut Turn,
-    ) -> (usize, Step) {
-        let Self { parser, client } = self;
-        let mut group = Group::new();
-        let mut handled = 0;
-        let mut step = Step::Flush;
-        for _ in 0..MAX_GROUP {
-            if replies.len() >= MAX_REPLY_BYTES {
-                break;
-            }
-            let rest = &input[handled..];
-            let (length, is_inline) = match parser.parse(rest) {
-                Ok(Parsed::Incomplete) => {
-                    step = Step::Read;
-                    break;
-                }
+                Ok(Parsed::Incomplete) => break Step::Read,
                 Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
                 Err(error) => {
                     group.finish(client, replies).await;
-                    return (handled, client.reject(&error, replies));
+                    break client.reject(&error, replies);
                 }
             };
-            handled += length;
             if !turn.takes_command() {
+                if group.len() == 0 {
+                    break Step::Yield;
+                }
                 // Not the end of the group, which would be smaller.
                 tokio::task::yield_now().await;
                 *turn = Turn::default();
             }
+            let at = handled..handled + length;
+            handled = at.end;
             if is_inline {
                 // The next inline command replaces the arguments of this one.
                 group.finish(client, replies).await;
                 let arguments = parser.inline_arguments();
-                match client.request(active, arguments) {
-                    Some(request) => {
-                        let reply = decide_or_reject(active, request).await;
-                        client.write(&reply, replies);
+                if let Some(request) = client.request(active, arguments) {
+                    let reply = decide(active, request).await;
+                    client.write(&reply, replies);
+                    continue;
+                }
+                let step = client.handle(active, arguments, replies);
+                parser.limits = client.limits(active);
+                if step != Step::Read {
+                    break step;
+                }
+                continue;
+            }
+            // Checked once for all commands, not for a part of one that is still arriving.
+            let text = *text.get_or_insert_with(|| text_at_start(input));
+            let arguments = match text.get(at) {
+                Some(text) => parser.text_arguments(text),
+                None => parser.arguments(rest),
+            };
+            match client.request(active, arguments) {
+                Some(Ok(request)) => {
+                    if !group.admits(&request) {
+                        group.finish(client, replies).await;
                     }
-                    None => {
-                        let step = client.handle(active, arguments, replies);
-                        parser.limits = client.limits(active);
-                        if step != Step::Read {
-                            return (handled, step);
+                    match start(active, &request) {
+                        Started::Decided(reply) if group.len() == 0 => {
+                            client.write(&reply, replies);
+                        }
+                        started => {
+                            group.add(&request, finish(active, started, request.clone()));
                         }
                     }
                 }
-                continue;
-            }
-            let arguments = parser.arguments(rest);
-            if let Some(request) = client.request(active, arguments) {
-                if !group.admits(&request) {
+                Some(Err(error)) => {
                     group.finish(client, replies).await;
+                    client.write(&Reply::Error(error), replies);
                 }
-                group.add(&request);
-                group.pending.push_back(decide_or_reject(active, request));
-                continue;
+                None => {
+                    group.finish(client, replies).await;
+                    let step = client.handle(active, arguments, replies);
+                    parser.limits = client.limits(active);
+                    if step != Step::Read {
+                        break step;
+                    }
+                }
             }
-            group.finish(client, replies).await;
-            let step = client.handle(active, arguments, replies);
-            parser.limits = client.limits(active);
-            if step != Step::Read {
-                return (handled, step);
-            }
-        }
+        };
         group.finish(client, replies).await;
         (handled, step)
     }
@@ -220,58 +186,55 @@ fn text_at_start(input: &[u8]) -> &str {
         .unwrap_or_else(|error| str::from_utf8(&input[..error.valid_up_to()]).unwrap_or_default())
 }
 
-async fn decide_or_reject(active: &ActiveConfig, request: Result<Request<'_>, String>) -> Reply {
-    // Lets others run while a large group starts.
-    tokio::task::coop::consume_budget().await;
-    match request {
-        Ok(request) => decide(active, &request).await,
-        Err(error) => Reply::Error(error),
-    }
-}
-
 /// Requests that are decided together. Of different ones on one key, the order would be lost.
-struct Group<'a, F: Future<Output = Reply>> {
-    pending: FuturesOrdered<F>,
+struct Group<'a, F: Future>(Option<Pending<'a, F>>);
+
+struct Pending<'a, F: Future> {
+    replies: FuturesOrdered<F>,
     /// Hash of the only request on each key.
     requests: HashMap<&'a str, u64>,
-    hasher: RandomState,
+}
+
+impl<F: Future> Default for Group<'_, F> {
+    fn default() -> Self {
+        Self(None)
+    }
 }
 
 impl<'a, F: Future<Output = Reply>> Group<'a, F> {
-    fn new() -> Self {
-        Self {
-            pending: FuturesOrdered::new(),
-            requests: HashMap::new(),
-            hasher: RandomState::new(),
-        }
+    fn len(&self) -> usize {
+        self.0.as_ref().map_or(0, |pending| pending.replies.len())
     }
 
     /// Returns whether a request can be decided with the others.
-    fn admits(&self, request: &Result<Request<'a>, String>) -> bool {
-        let Ok(request) = request else { return true };
-        let known = self.requests.get(request.key);
-        known.is_none_or(|known| {
+    fn admits(&self, request: &Request<'a>) -> bool {
+        let Some(pending) = &self.0 else { return true };
+        pending.requests.get(request.key).is_none_or(|known| {
             let is_repeatable = matches!(request.action, Action::Acquire | Action::Peek);
-            is_repeatable && *known == request.identity(&self.hasher)
+            is_repeatable && *known == request.identity(pending.requests.hasher())
         })
     }
 
-    fn add(&mut self, request: &Result<Request<'a>, String>) {
-        if let Ok(request) = request {
-            self.requests.insert(request.key, request.identity(&self.hasher));
-        }
+    fn add(&mut self, request: &Request<'a>, reply: F) {
+        let pending = self.0.get_or_insert_with(|| Pending {
+            replies: FuturesOrdered::new(),
+            requests: HashMap::new(),
+        });
+        let identity = request.identity(pending.requests.hasher());
+        pending.requests.insert(request.key, identity);
+        pending.replies.push_back(reply);
     }
 
     /// Waits for all decisions, and writes the replies in the order of the commands.
     async fn finish(&mut self, client: &Client, replies: &mut Vec<u8>) {
-        if self.pending.len() > 1
+        let Some(mut pending) = self.0.take() else { return };
+        if pending.replies.len() > 1
             && let Some(redis) = client.state.backend.redis()
         {
             redis.store().expect_batch();
         }
-        while let Some(reply) = self.pending.next().await {
+        while let Some(reply) = pending.replies.next().await {
             client.write(&reply, replies);
         }
-        self.requests.clear();
     }
 }

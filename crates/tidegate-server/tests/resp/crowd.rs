@@ -129,8 +129,8 @@ fn stuck_connections_do_not_slow_down_the_others() {
     }
     let [without, with] = times.map(median);
     println!("p99 with {count} connections, {stuck} stuck: {with:?}; without: {without:?}");
-    // Below this, the clock and the scheduler are measured.
-    let floor = Duration::from_micros(200);
+    // Below this, the clock and the scheduler of a busy machine are measured.
+    let floor = Duration::from_millis(2);
     assert!(with <= 2 * without.max(floor), "with {with:?}, without {without:?}");
     assert!(metric(&crowded, "tidegate_resp_connections") >= (count - stuck) as u64);
     let memory_per_connection = crowded.memory().saturating_sub(quiet.memory()) * 1024;

@@ -3,13 +3,10 @@
 use std::future::Future;
 use std::time::Duration;
 
-use http::HeaderMap;
 use http::request::Parts;
 
-use crate::decision::Decision;
-use crate::headers::PolicyState;
 use crate::limiter::Error;
-use crate::policy::PolicyDecisions;
+use crate::policy::{PolicyDecisions, Progress, Waiting};
 
 /// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
 /// counts.
@@ -25,8 +22,8 @@ use crate::policy::PolicyDecisions;
 /// use http::request::Parts;
 /// use http::{Request, Response, StatusCode};
 /// use tidegate::layer::{RateLimitLayer, RequestLimiter, RequestParts};
-/// use tidegate::{ClientIp, Error, Limiter, MemoryStore, Policies, Policy};
-/// use tidegate::{PolicyDecisions, PolicyLimiter, Query, Quota};
+/// use tidegate::{Action, ClientIp, Error, Limiter, MemoryStore, Policies, Policy};
+/// use tidegate::{PolicyDecisions, PolicyLimiter, Progress, Query, Quota, Waiting};
 /// use tower::{Layer as _, ServiceExt as _, service_fn};
 ///
 /// #[derive(Clone)]
@@ -51,13 +48,22 @@ use crate::policy::PolicyDecisions;
 ///         self.current.read().unwrap().clone()
 ///     }
 ///
-///     async fn acquire<'a>(
+///     fn start<'a>(
 ///         &'a self,
 ///         snapshot: &'a PolicyLimiter,
-///         parts: &Parts,
-///     ) -> Result<PolicyDecisions<'a>, Error> {
+///         parts: &'a Parts,
+///     ) -> Result<Progress<'a>, Error> {
 ///         let request = RequestParts::new(parts, None, &self.client_ip);
-///         snapshot.acquire(Query::attributes(&request)).await
+///         snapshot.start(Action::Acquire, Query::attributes(&request))
+///     }
+///
+///     async fn finish<'a>(
+///         &'a self,
+///         snapshot: &'a PolicyLimiter,
+///         _parts: &Parts,
+///         waiting: Waiting<'a>,
+///     ) -> Result<PolicyDecisions<'a>, Error> {
+///         snapshot.finish(waiting).await
 ///     }
 ///
 ///     async fn refund(&self, snapshot: &PolicyLimiter, decisions: &PolicyDecisions<'_>) {
@@ -94,48 +100,23 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
     fn snapshot(&self) -> Self::Snapshot;
 
     /// Decides a request by its head and, if it is allowed, takes the units. The body has not been
-    /// read.
+    /// read. A decision that waits for the store is completed by [`finish`](Self::finish).
     ///
     /// An empty [`PolicyDecisions`] means that no limit applies. An error becomes the response of
     /// [`RateLimitLayer::on_error`](super::RateLimitLayer::on_error).
-    fn acquire<'a>(
+    fn start<'a>(
+        &'a self,
+        snapshot: &'a Self::Snapshot,
+        parts: &'a Parts,
+    ) -> Result<Progress<'a>, Error>;
+
+    /// Completes a decision that waits for the store.
+    fn finish<'a>(
         &'a self,
         snapshot: &'a Self::Snapshot,
         parts: &Parts,
+        waiting: Waiting<'a>,
     ) -> impl Future<Output = Result<PolicyDecisions<'a>, Error>> + Send;
-
-    /// Decides a request like [`acquire`](Self::acquire), if that takes no wait, as on memory: the
-    /// layer then needs no allocation for the decision. `None`, the default, if it may wait; the
-    /// layer calls `acquire` then.
-    fn acquire_at_once<'a>(
-        &'a self,
-        snapshot: &'a Self::Snapshot,
-        parts: &'a Parts,
-    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
-        let _ = (snapshot, parts);
-        None
-    }
-
-    /// Decides a request by its headers alone, if that is possible and takes no wait, neither for
-    /// the decision nor in a queue: the layer then need not take the request apart. `None`, the
-    /// default, if it is not; nothing was taken then.
-    #[doc(hidden)]
-    fn acquire_by_headers<'a>(&'a self, headers: &HeaderMap) -> Option<PolicyState<'a>> {
-        let _ = headers;
-        None
-    }
-
-    /// Returns the decisions on a request that [`acquire_by_headers`](Self::acquire_by_headers) has
-    /// denied.
-    #[doc(hidden)]
-    fn denied_by_headers<'a>(
-        &'a self,
-        parts: &'a Parts,
-        decision: Decision,
-    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
-        let _ = (parts, decision);
-        None
-    }
 
     /// Returns the units that an admitted request took, because
     /// [`RateLimitLayer::refund_on`](super::RateLimitLayer::refund_on) accepts the status of its

@@ -6,23 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::header::{
-    AUTHORIZATION, COOKIE, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHORIZATION,
-};
+use http::header::{COOKIE, HeaderName};
 use http::request::Parts;
-use tracing::level_filters::LevelFilter;
 
 use super::request_limiter::RequestLimiter;
-use super::request_parts::{Peer, RequestParts, has_repeated_names};
-use crate::algorithm::Algorithm;
-use crate::charge::Charge;
+use super::request_parts::{Peer, RequestParts};
 use crate::client_ip::ClientIp;
-use crate::decision::Decision;
-use crate::headers::PolicyState;
 use crate::limiter::{Error, Limiter};
 use crate::policy::{
     Attributes as _, KeySource, Observer, OnStoreFailure, Policies, PolicyDecisions, PolicyLimiter,
-    PreparedCharge, Query, text,
+    PreparedCharge, Progress, Query, Waiting, text,
 };
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -98,12 +91,10 @@ pub(super) enum KeySelector {
     /// All requests together.
     All,
     Source(KeySource),
-    /// One header, whose name needs no parsing. `is_plain`: its normal form is the value without
-    /// spaces around it.
+    /// One header, whose name needs no parsing.
     Header {
         source: KeySource,
         name: HeaderName,
-        is_plain: bool,
     },
     Custom(Arc<KeyFn>),
 }
@@ -114,10 +105,7 @@ impl From<KeySource> for KeySelector {
         // Cookies may be split into several headers.
         let header = header.and_then(|name| name.parse().ok()).filter(|name| *name != COOKIE);
         match header {
-            Some(name) => {
-                let is_plain = ![AUTHORIZATION, PROXY_AUTHORIZATION].contains(&name);
-                Self::Header { source, name, is_plain }
-            }
+            Some(name) => Self::Header { source, name },
             None => Self::Source(source),
         }
     }
@@ -149,13 +137,6 @@ pub struct RequestOptions {
 pub trait ConfigureRequest: RequestLimiter {
     #[doc(hidden)]
     fn options(&mut self) -> &mut RequestOptions;
-}
-
-/// Returns a value that is a key as it is: ASCII, not empty, and without spaces around it.
-#[inline]
-fn plain_text(value: &HeaderValue) -> Option<&str> {
-    let (first, last) = (value.as_bytes().first()?, value.as_bytes().last()?);
-    if first.is_ascii_graphic() && last.is_ascii_graphic() { value.to_str().ok() } else { None }
 }
 
 impl Default for RequestOptions {
@@ -197,7 +178,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
         let key = match &self.key {
             KeySelector::All => Some(Cow::Borrowed("all")),
             KeySelector::Custom(key) => key(parts),
-            KeySelector::Header { source, name, .. } => {
+            KeySelector::Header { source, name } => {
                 let mut values = parts.headers.get_all(name).iter();
                 let value = values.next().map(|value| text(value.as_bytes()));
                 source.read_one(value, values.next().is_some(), self.policy_name())?
@@ -242,61 +223,20 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
 
     fn snapshot(&self) {}
 
-    async fn acquire<'a>(
+    fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, Error> {
+        match self.charge(parts)? {
+            Some(charge) => self.limiter.start(Action::Acquire, Query::charge(charge)),
+            None => Ok(Progress::Decided(PolicyDecisions::default())),
+        }
+    }
+
+    async fn finish<'a>(
         &'a self,
         (): &'a (),
-        parts: &Parts,
+        _parts: &Parts,
+        waiting: Waiting<'a>,
     ) -> Result<PolicyDecisions<'a>, Error> {
-        let Some(charge) = self.charge(parts)? else { return Ok(PolicyDecisions::default()) };
-        self.limiter
-            .acquire(Query::charge(charge.with_owned_key(self.policy_name(), &self.quota)))
-            .await
-    }
-
-    fn acquire_at_once<'a>(
-        &'a self,
-        (): &'a (),
-        parts: &'a Parts,
-    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
-        if !self.limiter.limiter().store().decides_at_once() {
-            return None;
-        }
-        Some(match self.charge(parts) {
-            Ok(Some(charge)) => self.limiter.acquire_charge_at_once(charge),
-            Ok(None) => Ok(PolicyDecisions::default()),
-            Err(error) => Err(error),
-        })
-    }
-
-    #[inline]
-    fn acquire_by_headers<'a>(&'a self, headers: &HeaderMap) -> Option<PolicyState<'a>> {
-        let limiter = self.limiter.limiter();
-        let KeySelector::Header { name, is_plain: true, .. } = &self.key else { return None };
-        if self.options.cost.is_some()
-            || self.quota.algorithm() == Algorithm::LeakyBucket
-            // A span needs the whole decision.
-            || LevelFilter::current() >= LevelFilter::DEBUG
-            || has_repeated_names(headers)
-        {
-            return None;
-        }
-        let key = plain_text(headers.get(name)?)?;
-        let policy = self.policy_name();
-        let charge = Charge::new(key, &self.quota)
-            .with_policy(policy)
-            .with_on_store_failure(self.on_store_failure);
-        // An error has taken nothing, and is the same again.
-        let decision = limiter.store().decide_at_once(Action::Acquire, &charge)?.ok()?;
-        Some(PolicyState::new(policy, &self.quota, decision))
-    }
-
-    fn denied_by_headers<'a>(
-        &'a self,
-        parts: &'a Parts,
-        decision: Decision,
-    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
-        let charge = self.charge(parts).transpose()?;
-        Some(charge.map(|charge| PolicyDecisions::of_denial(charge, decision)))
+        self.limiter.finish(waiting).await
     }
 
     async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {
@@ -313,33 +253,22 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLi
 
     fn snapshot(&self) {}
 
-    async fn acquire<'a>(
-        &'a self,
-        (): &'a (),
-        parts: &Parts,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+    fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, Error> {
         let cost = self.options.cost(parts);
         if cost == Some(0) {
-            return Ok(PolicyDecisions::default());
+            return Ok(Progress::Decided(PolicyDecisions::default()));
         }
         let request = self.options.request_parts(parts);
-        self.limiter.acquire(Query::attributes(&request).with_cost(cost)).await
+        self.limiter.start(Action::Acquire, Query::attributes(&request).with_cost(cost))
     }
 
-    fn acquire_at_once<'a>(
+    async fn finish<'a>(
         &'a self,
         (): &'a (),
-        parts: &'a Parts,
-    ) -> Option<Result<PolicyDecisions<'a>, Error>> {
-        if !self.limiter.limiter().store().decides_at_once() {
-            return None;
-        }
-        let cost = self.options.cost(parts);
-        if cost == Some(0) {
-            return Some(Ok(PolicyDecisions::default()));
-        }
-        let request = self.options.request_parts(parts);
-        Some(self.limiter.acquire_at_once(Query::attributes(&request).with_cost(cost)))
+        _parts: &Parts,
+        waiting: Waiting<'a>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        self.limiter.finish(waiting).await
     }
 
     async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {

@@ -273,7 +273,7 @@ impl Attributes for RequestParts<'_> {
 }
 
 /// Returns whether any header has several values, which most requests have none of.
-pub(super) fn has_repeated_names(headers: &HeaderMap) -> bool {
+fn has_repeated_names(headers: &HeaderMap) -> bool {
     headers.len() != headers.keys_len()
 }
 

@@ -15,7 +15,7 @@ use super::headers::RenderedHeaders;
 use super::log_throttle::LogThrottle;
 use crate::charge::ChargeError;
 use crate::decision::Source;
-use crate::headers::{PolicyState, QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
+use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
 use crate::limiter::Error;
 use crate::policy::{PathError, PolicyDecision, PolicyDecisions, SelectError};
 
@@ -160,19 +160,13 @@ impl Responses {
         (self.on_error)(error).map(Body::of_layer)
     }
 
-    /// Returns the headers of a response that one limit applies to.
-    #[inline]
-    pub(super) fn headers_of_one(&self, state: PolicyState<'_>) -> RenderedHeaders {
-        RenderedHeaders::of_one(state, self.x_ratelimit_headers)
-    }
-
     /// Returns the headers of a response.
     pub(super) fn headers(&self, decisions: &PolicyDecisions<'_>) -> RenderedHeaders {
         match &self.partition_key {
-            None => RenderedHeaders::new(decisions.header_states(), self.x_ratelimit_headers, true),
+            None => RenderedHeaders::new(decisions.header_states(), self.x_ratelimit_headers),
             Some(partition_key) => {
                 let states = decisions.header_states_with(|entry| partition_key(entry));
-                RenderedHeaders::new(states, self.x_ratelimit_headers, true)
+                RenderedHeaders::new(states, self.x_ratelimit_headers)
             }
         }
     }

@@ -17,9 +17,8 @@ use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
 use super::{LayerState, grpc};
-use crate::decision::Decision;
 use crate::limiter::Error;
-use crate::policy::PolicyDecisions;
+use crate::policy::{PolicyDecisions, Progress, Waiting};
 
 /// Service that passes admitted requests to the inner service.
 ///
@@ -106,28 +105,12 @@ where
         if shared.exempt_preflight && is_preflight(&request) {
             return ResponseFuture::called(self.inner.call(request), RenderedHeaders::default());
         }
-        let mut decided = None;
-        if shared.decides_by_headers()
-            && let Some(state) = shared.limiter.acquire_by_headers(request.headers())
-        {
-            if state.decision.allowed {
-                let headers = shared.responses.headers_of_one(state);
-                return ResponseFuture::called(self.inner.call(request), headers);
-            }
-            decided = Some(state.decision);
-        }
-        self.call_with_parts(request, decided)
+        self.call_limited(request)
     }
 }
 
 impl<S: Clone, G> RateLimit<S, G> {
-    /// Calls the service with a request that was not admitted by its headers alone. `decided` is
-    /// the denial, if there is one already.
-    fn call_with_parts<B, R>(
-        &mut self,
-        request: Request<B>,
-        decided: Option<Decision>,
-    ) -> ResponseFuture<S::Future, R, S::Error>
+    fn call_limited<B, R>(&mut self, request: Request<B>) -> ResponseFuture<S::Future, R, S::Error>
     where
         S: Service<Request<B>, Response = Response<R>> + Send + 'static,
         S::Future: Send,
@@ -139,17 +122,23 @@ impl<S: Clone, G> RateLimit<S, G> {
         let shared = &self.shared;
         let (parts, body) = request.into_parts();
         let snapshot = shared.limiter.snapshot();
-        let decided = match decided {
-            Some(decision) => shared.limiter.denied_by_headers(&parts, decision),
-            None => shared.limiter.acquire_at_once(&snapshot, &parts),
+        let decided = match shared.limiter.start(&snapshot, &parts) {
+            Ok(Progress::Waiting(waiting)) => {
+                let (shared, waiting) = (Arc::clone(shared), waiting.into_owned());
+                let (ready, request) = (self.take_ready(), (parts, body));
+                let call = call_waiting(shared, snapshot, waiting, ready, request);
+                return ResponseFuture::boxed(Box::pin(call));
+            }
+            Ok(Progress::Decided(decisions)) => Ok(decisions),
+            Err(error) => Err(error),
         };
         match decided {
-            Some(Ok(decisions)) if shared.is_admission(&decisions) => {
+            Ok(decisions) if shared.is_admission(&decisions) => {
                 let headers = shared.responses.headers(&decisions);
                 drop(decisions);
                 ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
             }
-            Some(decided) => match shared.admitted(&parts, decided) {
+            decided => match shared.admitted(&parts, decided) {
                 Ok(decisions) => {
                     let (shared, decisions) = (Arc::clone(shared), decisions.into_owned());
                     let ready = self.take_ready();
@@ -165,11 +154,6 @@ impl<S: Clone, G> RateLimit<S, G> {
                     ResponseFuture::of_layer(response)
                 }
             },
-            None => {
-                let (shared, ready, request) =
-                    (Arc::clone(shared), self.take_ready(), (parts, body));
-                ResponseFuture::boxed(Box::pin(call_limited(shared, snapshot, ready, request)))
-            }
         }
     }
 
@@ -181,9 +165,10 @@ impl<S: Clone, G> RateLimit<S, G> {
     }
 }
 
-async fn call_limited<S, G, B, R>(
+async fn call_waiting<S, G, B, R>(
     shared: Arc<LayerState<G>>,
     snapshot: G::Snapshot,
+    waiting: Waiting<'static>,
     ready: S,
     request: (Parts, B),
 ) -> Result<Response<Body<R>>, S::Error>
@@ -191,7 +176,7 @@ where
     S: Service<Request<B>, Response = Response<R>> + Clone,
     G: RequestLimiter,
 {
-    let decided = shared.limiter.acquire(&snapshot, &request.0).await;
+    let decided = shared.limiter.finish(&snapshot, &request.0, waiting).await;
     match shared.admitted(&request.0, decided) {
         Ok(decisions) => call_admitted(&shared, &snapshot, decisions, ready, request).await,
         Err(response) => Ok(response),
@@ -246,12 +231,6 @@ fn without_body_for_head<R>(method: &Method, response: Response<Body<R>>) -> Res
 }
 
 impl<G> LayerState<G> {
-    /// Returns whether nothing but the headers of a response depends on an admission.
-    #[inline]
-    fn decides_by_headers(&self) -> bool {
-        self.refund_on.is_none() && self.responses.partition_key.is_none()
-    }
-
     /// Returns whether the request is admitted, and only its headers are left to be added: it has
     /// not to wait for its turn, and will not be refunded.
     fn is_admission(&self, decisions: &PolicyDecisions<'_>) -> bool {

@@ -1,13 +1,14 @@
 //! [`Blocking`]: the calls of a [`Limiter`] without `async`.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Error, Limiter, Next, Wait, without_counting_denials};
-use crate::charge::Charge;
+use super::{Error, Limiter, Next, Wait, check, without_counting_denials};
+use crate::charge::{Charge, OwnedCharge};
 use crate::decision::{Decision, Decisions};
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Store, StoreError};
+use crate::store::{Action, Outcome, Store, StoreError};
 
 impl<S: BlockingStore> Limiter<S> {
     /// Returns the same calls without `async`.
@@ -28,53 +29,20 @@ impl<S: BlockingStore> Limiter<S> {
 /// Store that can be called without `async`, by [`Limiter::blocking`]: a [`MemoryStore`], a
 /// `RedisStore`, and a `RedisStore` inside a `DenyCache` and a `Fallback`.
 pub trait BlockingStore: Store + Sized {
-    /// Validates and decides a charge.
-    #[doc(hidden)]
-    fn decide_blocking(
-        self: &Arc<Self>,
-        action: Action,
-        charge: &Charge<'_>,
-    ) -> Result<Decision, Error>;
-
-    /// Validates and decides an acquire. A store may compile it apart from the other actions.
-    #[doc(hidden)]
-    fn acquire_blocking(self: &Arc<Self>, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide_blocking(Action::Acquire, charge)
-    }
-
-    /// Decides several charges that were validated.
-    #[doc(hidden)]
-    fn decide_all_blocking(
-        self: &Arc<Self>,
-        action: Action,
-        charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError>;
+    /// Runs a call whose answer is [pending](crate::store::Outcome::Pending), and blocks the thread
+    /// until the answer.
+    fn block_on<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, StoreError>;
 }
 
 impl BlockingStore for MemoryStore {
-    fn decide_blocking(
-        self: &Arc<Self>,
-        action: Action,
-        charge: &Charge<'_>,
-    ) -> Result<Decision, Error> {
-        if action == Action::Acquire {
-            return self.acquire_now(charge);
-        }
-        self.decide_any(action, charge, || Ok(charge.check(action)?))
-    }
-
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
-    fn acquire_blocking(self: &Arc<Self>, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.acquire_now(charge)
-    }
-
-    fn decide_all_blocking(
-        self: &Arc<Self>,
-        action: Action,
-        charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.decide_all_now(action, charges)
+    fn block_on<T: Send + 'static>(
+        &self,
+        _call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        Err(StoreError::Misconfigured("memory answers without waiting".to_owned()))
     }
 }
 
@@ -111,7 +79,7 @@ impl<S: BlockingStore> Blocking<'_, S> {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.store.acquire_blocking(charge)
+        self.decide(Action::Acquire, charge)
     }
 
     /// Decides several charges together, all or nothing; see [`Limiter::acquire_all`].
@@ -156,7 +124,7 @@ impl<S: BlockingStore> Blocking<'_, S> {
         let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
-            let decision = self.store.decide_blocking(wait.action, &wait.charge(&charge))?;
+            let decision = self.decide(wait.action, &wait.charge(&charge))?;
             match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep_blocking(duration),
                 Next::Decide => {}
@@ -170,13 +138,34 @@ impl<S: BlockingStore> Blocking<'_, S> {
     }
 
     /// Applies an action to one charge; see [`Limiter::decide`].
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.store.decide_blocking(action, charge)
+        check::<S>(action, charge)?;
+        match self.store.decide(action, charge) {
+            Outcome::Ready(decided) => Ok(decided?),
+            Outcome::Pending(_) => {
+                let (store, charge) = (Arc::clone(self.store), OwnedCharge::of(charge));
+                let call = async move { store.decide(action, &charge.charge()).await };
+                Ok(self.store.block_on(call)?)
+            }
+        }
     }
 
     /// Applies an action to several charges; see [`Limiter::decide_all`].
     pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         Charge::check_all(action, charges)?;
-        Ok(self.store.decide_all_blocking(action, charges)?.into())
+        match self.store.decide_all(action, charges) {
+            Outcome::Ready(decided) => Ok(decided?.into()),
+            Outcome::Pending(_) => {
+                let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
+                let store = Arc::clone(self.store);
+                let call = async move {
+                    let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
+                    store.decide_all(action, &charges).await
+                };
+                Ok(self.store.block_on(call)?.into())
+            }
+        }
     }
 }

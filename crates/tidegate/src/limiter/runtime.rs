@@ -6,17 +6,15 @@
 
 use std::future::Future;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::runtime::{self, Handle, RuntimeFlavor};
 
-use super::{BlockingStore, Error};
-use crate::charge::{Charge, OwnedCharge};
-use crate::decision::Decision;
+use super::BlockingStore;
 use crate::resilience::{DenyCache, Fallback};
 use crate::store::redis::RedisStore;
-use crate::store::{Action, SharedStore, Store, StoreError};
+use crate::store::{SharedStore, StoreError};
 
 /// Time that a call may take beyond the timeout of its store, for a machine that is busy.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
@@ -53,21 +51,11 @@ impl<S: SharedStore + OnRuntime> OnRuntime for Fallback<S> {
 macro_rules! blocking_on_runtime {
     ($([$($generics:tt)*] $store:ty;)*) => {$(
         impl<$($generics)*> BlockingStore for $store {
-            fn decide_blocking(
-                self: &Arc<Self>,
-                action: Action,
-                charge: &Charge<'_>,
-            ) -> Result<Decision, Error> {
-                charge.check(action)?;
-                Ok(decide(self, action, charge)?)
-            }
-
-            fn decide_all_blocking(
-                self: &Arc<Self>,
-                action: Action,
-                charges: &[Charge<'_>],
-            ) -> Result<Vec<Decision>, StoreError> {
-                decide_all(self, action, charges)
+            fn block_on<T: Send + 'static>(
+                &self,
+                call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+            ) -> Result<T, StoreError> {
+                run_on(self.runtime(), self.call_timeout() + BUSY_TIMEOUT, call)?
             }
         }
     )*};
@@ -77,30 +65,6 @@ blocking_on_runtime! {
     [] RedisStore;
     [S: SharedStore + OnRuntime] DenyCache<S>;
     [S: SharedStore + OnRuntime] Fallback<S>;
-}
-
-fn decide<S: Store + OnRuntime>(
-    store: &Arc<S>,
-    action: Action,
-    charge: &Charge<'_>,
-) -> Result<Decision, StoreError> {
-    let (owned, shared) = (OwnedCharge::of(charge), Arc::clone(store));
-    let call = async move { shared.decide(action, &owned.charge()).await };
-    run_on(store.runtime(), store.call_timeout() + BUSY_TIMEOUT, call)?
-}
-
-fn decide_all<S: Store + OnRuntime>(
-    store: &Arc<S>,
-    action: Action,
-    charges: &[Charge<'_>],
-) -> Result<Vec<Decision>, StoreError> {
-    let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
-    let shared = Arc::clone(store);
-    let call = async move {
-        let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
-        shared.decide_all(action, &charges).await
-    };
-    run_on(store.runtime(), store.call_timeout() + BUSY_TIMEOUT, call)?
 }
 
 /// Runs a future on a runtime and blocks this thread until it is done, at most for `timeout`.

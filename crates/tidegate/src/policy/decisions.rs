@@ -72,7 +72,7 @@ pub struct PolicyDecision<'a> {
 pub struct PolicyDecisions<'a> {
     /// Time just before the first call, by the store's clock.
     pub(super) asked_at: Timestamp,
-    pub(super) decisions: Entries<'a>,
+    pub(super) entries: Entries<'a>,
 }
 
 /// Entries of a request. A single one, as of nearly every request, needs no allocation.
@@ -136,28 +136,20 @@ impl DerefMut for Entries<'_> {
 }
 
 impl<'a> PolicyDecisions<'a> {
-    /// Creates the answer to a request with one charge, which is denied: nothing can be refunded.
-    #[cfg(feature = "tower")]
-    pub(crate) fn of_denial(charge: PreparedCharge<'a>, decision: Decision) -> Self {
-        let mut entry = PolicyDecision::new(charge, 0);
-        entry.set(decision);
-        Self { asked_at: Timestamp::ZERO, decisions: Entries::One(entry) }
-    }
-
     /// Returns whether the request may pass.
     #[must_use]
     pub fn is_allowed(&self) -> bool {
-        !is_denied(&self.decisions)
+        !is_denied(&self.entries)
     }
 
     /// Returns the most restrictive decision. One in shadow mode is returned only if no limit is
     /// enforced; then the request passes even if that decision denies.
     #[must_use]
     pub fn binding(&self) -> Option<&PolicyDecision<'a>> {
-        if let [entry] = &*self.decisions {
+        if let [entry] = &*self.entries {
             return Some(entry);
         }
-        self.decisions.iter().min_by_key(|entry| (entry.is_shadow(), entry.decision.rank()))
+        self.entries.iter().min_by_key(|entry| (entry.is_shadow(), entry.decision.rank()))
     }
 
     /// Returns the decision that denies the request; of several, the one with the longest wait.
@@ -192,13 +184,13 @@ impl<'a> PolicyDecisions<'a> {
     /// [positions](PolicyDecision::position). Limits in shadow mode that could not be decided are
     /// left out.
     pub fn iter(&self) -> std::slice::Iter<'_, PolicyDecision<'a>> {
-        self.decisions.iter()
+        self.entries.iter()
     }
 
     /// Returns whether no limit applies.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.decisions.is_empty()
+        self.entries.is_empty()
     }
 
     /// Iterates over the states of the enforced limits, for [`headers`](crate::headers).
@@ -232,25 +224,25 @@ impl<'a> PolicyDecisions<'a> {
             rejected: entry.rejected,
             position: entry.position,
         };
-        let decisions = match self.decisions {
+        let entries = match self.entries {
             Entries::One(entry) => Entries::One(owned(entry)),
             Entries::Several(entries) => Entries::Several(entries.into_iter().map(owned).collect()),
         };
-        PolicyDecisions { asked_at: self.asked_at, decisions }
+        PolicyDecisions { asked_at: self.asked_at, entries }
     }
 
     /// Iterates over the charges that return the units of this request, as far as any of them still
     /// count at `now`.
     pub(super) fn refunds(&self, now: Timestamp) -> impl Iterator<Item = Charge<'_>> {
         let is_allowed = self.is_allowed();
-        let taken = self.decisions.iter().filter(move |entry| is_allowed && entry.took_units());
+        let taken = self.entries.iter().filter(move |entry| is_allowed && entry.took_units());
         taken.filter_map(move |entry| {
             entry.charge.charge()?.to_refund(&entry.decision, self.asked_at, now)
         })
     }
 
     fn enforced(&self) -> impl Iterator<Item = &PolicyDecision<'a>> + Clone {
-        self.decisions.iter().filter(|entry| !entry.is_shadow())
+        self.entries.iter().filter(|entry| !entry.is_shadow())
     }
 }
 
@@ -259,7 +251,7 @@ impl<'a, 'd> IntoIterator for &'d PolicyDecisions<'a> {
     type IntoIter = std::slice::Iter<'d, PolicyDecision<'a>>;
 
     fn into_iter(self) -> Self::IntoIter {
-        self.decisions.iter()
+        self.entries.iter()
     }
 }
 

@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tracing::Instrument as _;
 use tracing::level_filters::LevelFilter;
+use tracing::{Instrument as _, Span};
 
 use super::decisions::Entries;
 use super::key_source::shown;
-use super::pipeline::at_once;
 use super::query::Target;
 use super::{
     Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query, Selection,
@@ -47,6 +46,53 @@ pub struct PolicyLimiter<S = MemoryStore, O = ()> {
     policies: Arc<Policies>,
     observer: O,
     timeout: Duration,
+}
+
+/// Request that [`PolicyLimiter::start`] has begun to decide.
+#[derive(Debug)]
+#[must_use = "a denied request must not pass"]
+pub enum Progress<'a> {
+    /// The decisions, because the store did not have to wait.
+    Decided(PolicyDecisions<'a>),
+    /// [`PolicyLimiter::finish`] decides it.
+    Waiting(Waiting<'a>),
+}
+
+/// Request whose decision waits for the store. Nothing has been taken yet.
+#[derive(Debug)]
+#[must_use = "a request that waits is not decided"]
+pub struct Waiting<'a> {
+    action: Action,
+    decisions: PolicyDecisions<'a>,
+    span: Span,
+}
+
+impl Waiting<'_> {
+    /// Copies the borrowed parts, so that it outlives its request and its policies.
+    pub fn into_owned(self) -> Waiting<'static> {
+        let Self { action, decisions, span } = self;
+        Waiting { action, decisions: decisions.into_owned(), span }
+    }
+
+    /// Creates the span of the decision, if a subscriber wants it.
+    #[cold]
+    fn enter_span(&mut self, on_span: Option<&(dyn Fn(&Span) + Sync)>) {
+        let action = self.action;
+        self.span = tracing::debug_span!(
+            target: TRACE_TARGET,
+            "decide",
+            ?action,
+            // Recorded before the decision, which may fail.
+            policies = policy_names(&self.decisions.entries),
+            allowed = tracing::field::Empty,
+            denied_by = tracing::field::Empty
+        );
+        if let Some(on_span) = on_span
+            && !self.span.is_disabled()
+        {
+            on_span(&self.span);
+        }
+    }
 }
 
 /// Time that the calls of one query may take together, 100 ms, unless
@@ -152,22 +198,6 @@ impl<S: Store> PolicyLimiter<S> {
         let timeout = DEFAULT_QUERY_TIMEOUT;
         Self { limiter, policies: policies.into(), observer: (), timeout }
     }
-
-    /// Decides one enforced charge on a store that decides at once. Nothing observes it, so the
-    /// time of the query is not read; and no span is needed while no subscriber wants any.
-    #[cfg(feature = "tower")]
-    pub(crate) fn acquire_charge_at_once<'a>(
-        &'a self,
-        charge: PreparedCharge<'a>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
-        if LevelFilter::current() >= LevelFilter::DEBUG {
-            return self.acquire_at_once(Query::charge(charge));
-        }
-        let asked_at = self.limiter.store().clock().now();
-        let mut decisions = Entries::one(charge);
-        self.decide_entries_at_once(&mut decisions)?;
-        Ok(PolicyDecisions { asked_at, decisions })
-    }
 }
 
 impl<S: Store, O: Observer> PolicyLimiter<S, O> {
@@ -219,39 +249,6 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         self.decide(Action::Acquire, query).await
     }
 
-    /// Decides the request as [`acquire`](Self::acquire) does, on a store that decides at once.
-    #[doc(hidden)]
-    pub fn acquire_at_once<'a>(
-        &'a self,
-        query: Query<'a, '_>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
-        at_once(self.acquire(query))
-    }
-
-    /// Decides the request as [`decide`](Self::decide) does, on a store that decides at once, and
-    /// returns what `answer` makes of the decisions. They are large, so they stay in their place.
-    #[doc(hidden)]
-    pub fn decide_at_once<'a, T>(
-        &'a self,
-        action: Action,
-        query: Query<'a, '_>,
-        answer: impl FnOnce(&PolicyDecisions<'a>) -> T,
-    ) -> Result<T, Error> {
-        // A span may be wanted.
-        if LevelFilter::current() >= LevelFilter::DEBUG {
-            return at_once(self.decide(action, query)).map(|decisions| answer(&decisions));
-        }
-        let start = self.limiter.store().clock().now();
-        let prepared = self.prepare(action, query);
-        let decisions = prepared.inspect_err(|error| self.observer.failed(action, error))?;
-        let mut decisions = PolicyDecisions { asked_at: start, decisions };
-        let decided = self.decide_entries_at_once(&mut decisions.decisions);
-        decided.inspect_err(|error| self.observer.failed(action, error))?;
-        decisions.decisions.retain_decided();
-        self.observer.decided(action, &decisions, start);
-        Ok(answer(&decisions))
-    }
-
     /// Applies an action to every limit of the request. Charges of [`Query::prepared`] have their
     /// own actions.
     ///
@@ -262,34 +259,80 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         action: Action,
         query: Query<'a, '_>,
     ) -> Result<PolicyDecisions<'a>, Error> {
+        match self.start(action, query)? {
+            Progress::Decided(decisions) => Ok(decisions),
+            Progress::Waiting(waiting) => self.finish(waiting).await,
+        }
+    }
+
+    /// Starts to decide a request as [`decide`](Self::decide) does, for callers that need no future
+    /// if the store answers without waiting.
+    #[inline]
+    pub fn start<'a>(
+        &'a self,
+        action: Action,
+        query: Query<'a, '_>,
+    ) -> Result<Progress<'a>, Error> {
         // Also a lower bound on the time of the charges, for refunds: the clock is read once.
-        let start = self.limiter.store().clock().now();
+        let asked_at = self.limiter.store().clock().now();
         let on_span = query.on_span;
         let prepared = self.prepare(action, query);
         let entries = prepared.inspect_err(|error| self.observer.failed(action, error))?;
-        let span = tracing::debug_span!(
-            target: TRACE_TARGET,
-            "decide",
-            ?action,
-            policies = tracing::field::Empty,
-            allowed = tracing::field::Empty,
-            denied_by = tracing::field::Empty
-        );
-        if span.is_disabled() {
-            return self.decide_prepared(action, start, entries).await;
+        let mut waiting = Waiting {
+            action,
+            decisions: PolicyDecisions { asked_at, entries },
+            span: Span::none(),
+        };
+        if LevelFilter::current() >= LevelFilter::DEBUG {
+            waiting.enter_span(on_span);
         }
-        if let Some(on_span) = on_span {
-            on_span(&span);
+        if waiting.span.is_disabled() && self.decide_now(&mut waiting.decisions.entries, action)? {
+            return Ok(Progress::Decided(self.decided(action, waiting.decisions)));
         }
-        // Recorded before the decision, which may fail.
-        span.record("policies", policy_names(&entries));
-        let decided = self.decide_prepared(action, start, entries).instrument(span.clone());
-        let decisions = decided.await?;
+        Ok(Progress::Waiting(waiting))
+    }
+
+    /// Decides a request whose decision waits for the store.
+    pub async fn finish<'a>(&self, waiting: Waiting<'a>) -> Result<PolicyDecisions<'a>, Error> {
+        let Waiting { action, mut decisions, span } = waiting;
+        let decided = self.decide_entries(&mut decisions.entries);
+        let decided = decided.instrument(span.clone()).await;
+        decided.inspect_err(|error| self.observer.failed(action, error))?;
+        let decisions = self.decided(action, decisions);
         span.record("allowed", decisions.is_allowed());
         if let Some(denial) = decisions.denied_by() {
             span.record("denied_by", denial.policy());
         }
         Ok(decisions)
+    }
+
+    /// Returns the decisions of a request, without the limits that could not be decided.
+    #[inline]
+    fn decided<'a>(
+        &self,
+        action: Action,
+        mut decisions: PolicyDecisions<'a>,
+    ) -> PolicyDecisions<'a> {
+        decisions.entries.retain_decided();
+        self.observer.decided(action, &decisions, decisions.asked_at);
+        decisions
+    }
+
+    /// Decides the only limit of a request, if the store answers without waiting. Returns whether
+    /// all is decided.
+    #[inline]
+    fn decide_now(&self, entries: &mut Entries<'_>, action: Action) -> Result<bool, Error> {
+        let [entry] = &mut **entries else { return Ok(entries.is_empty()) };
+        if !entry.is_decided_alone() {
+            return Ok(false);
+        }
+        let Some(charge) = entry.charge.charge() else { return Ok(true) };
+        let Some(decided) = self.limiter.decide_now(entry.action(), &charge) else {
+            return Ok(false);
+        };
+        let decision = decided.inspect_err(|error| self.observer.failed(action, error))?;
+        entry.set(decision);
+        Ok(true)
     }
 
     /// Returns the undecided entries of a query. Rejections are already decided. Single charges are
@@ -345,20 +388,6 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let shadow = selection.shadow_rejections.into_iter();
         let rejections = shadow.map(|policy| PreparedCharge::rejected(policy, None));
         Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
-    }
-
-    async fn decide_prepared<'a>(
-        &'a self,
-        action: Action,
-        start: Timestamp,
-        mut entries: Entries<'a>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
-        let decided = self.decide_entries(&mut entries).await;
-        decided.inspect_err(|error| self.observer.failed(action, error))?;
-        entries.retain_decided();
-        let decisions = PolicyDecisions { asked_at: start, decisions: entries };
-        self.observer.decided(action, &decisions, start);
-        Ok(decisions)
     }
 
     /// Returns the units that an admitted request took, because it failed or was cancelled. Best

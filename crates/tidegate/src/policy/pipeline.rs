@@ -2,7 +2,7 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Instant;
 
 use super::decisions::is_denied;
@@ -29,9 +29,6 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             [] => Ok(()),
             // Nearly every request: no list of charges.
             [entry] if entry.is_decided_alone() => {
-                if let Some(decided) = self.decide_one_at_once(entry) {
-                    return decided;
-                }
                 if let Some(charge) = entry.charge.charge() {
                     let decision = self.limiter().decide(entry.action(), &charge).await?;
                     entry.set(decision);
@@ -41,29 +38,6 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             // Boxed, because it is large and every request would carry it.
             entries => Box::pin(self.decide_jointly(entries)).await,
         }
-    }
-
-    /// Decides every entry on a store that decides at once.
-    #[inline]
-    pub(super) fn decide_entries_at_once(
-        &self,
-        entries: &mut [PolicyDecision<'_>],
-    ) -> Result<(), Error> {
-        if let [entry] = entries
-            && entry.is_decided_alone()
-            && let Some(decided) = self.decide_one_at_once(entry)
-        {
-            return decided;
-        }
-        at_once(self.decide_entries(entries))
-    }
-
-    /// Decides an entry without a future, if the store can.
-    #[inline]
-    fn decide_one_at_once(&self, entry: &mut PolicyDecision<'_>) -> Option<Result<(), Error>> {
-        let charge = entry.charge.charge()?;
-        let decided = self.limiter().store().decide_at_once(entry.action(), &charge)?;
-        Some(decided.map(|decision| entry.set(decision)))
     }
 
     /// Decides in this order: reports and resets; peeks that can deny the request before any units
@@ -271,17 +245,6 @@ fn can_deny_without_charge(entry: &PolicyDecision<'_>) -> bool {
 
 fn is_enforced_acquire(entry: &PolicyDecision<'_>) -> bool {
     entry.enforcement() == Enforcement::Enforce && entry.action() == Action::Acquire
-}
-
-/// Returns the result of a future that is ready when it is first polled.
-pub(super) fn at_once<T>(decided: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    match pin!(decided).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(decided) => decided,
-        Poll::Pending => {
-            let reason = "it decides at once, but this decision was not ready";
-            Err(StoreError::Refused(reason.to_owned()).into())
-        }
-    }
 }
 
 /// Awaits a future until the deadline. The timer is created only if the future is not ready at

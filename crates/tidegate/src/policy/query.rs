@@ -456,17 +456,6 @@ impl<'a> PreparedCharge<'a> {
         self.key == other.key && self.policy == other.policy
     }
 
-    /// Copies the key, so that the charge outlives the request. It counts under `policy`.
-    #[cfg(feature = "tower")]
-    pub(crate) fn with_owned_key<'b>(
-        self,
-        policy: &'b str,
-        quota: &'b Quota,
-    ) -> PreparedCharge<'b> {
-        let owned = PreparedCharge::new(policy, self.key.into_owned(), quota);
-        owned.with_cost(self.cost).with_on_store_failure(self.on_store_failure)
-    }
-
     /// Copies the borrowed parts, so that the charge outlives its policies.
     pub(super) fn into_owned(self) -> PreparedCharge<'static> {
         let quota = match self.quota {

@@ -16,7 +16,7 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 use crate::store::invalidation::{Cursor, Invalidations};
-use crate::store::{Action, SharedStore, Store, StoreError};
+use crate::store::{Action, Outcome, SharedStore, Store, StoreError};
 
 /// A circuit breaker around a store of your own: calls fail at once while the store is failing.
 ///
@@ -160,16 +160,24 @@ impl<S: Store> Breaker<S> {
 }
 
 impl<S: Store> Store for Breaker<S> {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.guarded(pin!(self.store.decide(action, charge))).await
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            self.guarded(pin!(self.store.decide(action, charge).into_future())).await
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.guarded(pin!(self.store.decide_all(action, charges))).await
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            self.guarded(pin!(self.store.decide_all(action, charges).into_future())).await
+        })
     }
 
     fn clock(&self) -> &dyn Clock {

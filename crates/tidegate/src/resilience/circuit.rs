@@ -216,7 +216,8 @@ pub(crate) fn failure(result: Result<(), &StoreError>) -> Option<&StoreError> {
         StoreError::Full { .. }
         | StoreError::Misconfigured(_)
         | StoreError::Open(_)
-        | StoreError::Unreadable(_) => false,
+        | StoreError::Unreadable(_)
+        | StoreError::Invalid(_) => false,
     })
 }
 

@@ -20,7 +20,7 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
 use crate::store::invalidation::{CountId, Cursor, Invalidations};
-use crate::store::{Action, SharedStore, Store, StoreError};
+use crate::store::{Action, Outcome, SharedStore, Store, StoreError};
 
 mod key;
 mod poller;
@@ -277,42 +277,50 @@ impl Drop for ChangeGuard<'_> {
 }
 
 impl<S: SharedStore> Store for DenyCache<S> {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let inner = &self.inner;
-        let charges = std::slice::from_ref(charge);
-        let query = inner.query(action, charges);
-        if let Some(query) = &query {
-            let read = |denial: &Denial| denial.decision(0, charge.quota(), query.now);
-            if let Some(decision) = inner.find(action, query, read) {
-                return Ok(decision);
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            let inner = &self.inner;
+            let charges = std::slice::from_ref(charge);
+            let query = inner.query(action, charges);
+            if let Some(query) = &query {
+                let read = |denial: &Denial| denial.decision(0, charge.quota(), query.now);
+                if let Some(decision) = inner.find(action, query, read) {
+                    return Ok(decision);
+                }
             }
-        }
-        let guard = ChangeGuard::begin(&inner.versions, action, charges);
-        let decision = inner.store.decide(action, charge).await?;
-        inner.on_answer(query, guard, charges, std::slice::from_ref(&decision));
-        Ok(decision)
+            let guard = ChangeGuard::begin(&inner.versions, action, charges);
+            let decision = inner.store.decide(action, charge).await?;
+            inner.on_answer(query, guard, charges, std::slice::from_ref(&decision));
+            Ok(decision)
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        let inner = &self.inner;
-        let query = inner.query(action, charges);
-        if let Some(query) = &query {
-            let read = |denial: &Denial| {
-                let quotas = charges.iter().map(Charge::quota).enumerate();
-                quotas.map(|(at, quota)| denial.decision(at, quota, query.now)).collect()
-            };
-            if let Some(decisions) = inner.find(action, query, read) {
-                return Ok(decisions);
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            let inner = &self.inner;
+            let query = inner.query(action, charges);
+            if let Some(query) = &query {
+                let read = |denial: &Denial| {
+                    let quotas = charges.iter().map(Charge::quota).enumerate();
+                    quotas.map(|(at, quota)| denial.decision(at, quota, query.now)).collect()
+                };
+                if let Some(decisions) = inner.find(action, query, read) {
+                    return Ok(decisions);
+                }
             }
-        }
-        let guard = ChangeGuard::begin(&inner.versions, action, charges);
-        let decisions = inner.store.decide_all(action, charges).await?;
-        inner.on_answer(query, guard, charges, &decisions);
-        Ok(decisions)
+            let guard = ChangeGuard::begin(&inner.versions, action, charges);
+            let decisions = inner.store.decide_all(action, charges).await?;
+            inner.on_answer(query, guard, charges, &decisions);
+            Ok(decisions)
+        })
     }
 
     fn clock(&self) -> &dyn Clock {

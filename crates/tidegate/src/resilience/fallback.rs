@@ -7,6 +7,7 @@
 //! too.
 
 use std::borrow::Cow;
+use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,7 +25,7 @@ use crate::join::{collect_independent, join_all};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, SharedStore, Store, StoreError};
+use crate::store::{Action, Outcome, SharedStore, Store, StoreError};
 
 mod ledger;
 mod local;
@@ -63,9 +64,9 @@ mod settlement;
 /// * A refund counts as made: the caller gets the error, and no unit is returned elsewhere.
 /// * A report counts as made, and so does the settlement of a debt.
 /// * An acquire may have been denied. So it is decided locally, and if it is admitted, its units
-///   are a debt like those of any local decision: the store may count the units of a lost call
-///   twice, and then denies earlier, but never admits more. The key is decided locally until this
-///   debt is settled, so that no further call is lost for it.
+///   are a debt like those of any local decision. Debts that it was to settle stay. The store may
+///   count the units of a lost call twice, and then denies earlier, but never admits more. The key
+///   is decided locally until these debts are settled, so that no further call is lost for them.
 ///
 /// ```
 /// use std::time::Duration;
@@ -324,28 +325,33 @@ impl<S: SharedStore> FallbackCore<S> {
         }
     }
 
-    /// Settles debts that an answer, or a lost one, has charged. If it denies, what remains is
-    /// without the debts.
+    /// Settles debts that an answer has charged. If it denies, what remains is without the debts. A
+    /// lost answer may have been a denial, so its debts stay, in doubt.
     fn on_answer_with_debts(
         &self,
         action: Action,
         claims: &mut Claims,
         decided: &mut Result<Vec<Decision>, StoreError>,
     ) {
-        let is_settled = match decided {
+        let all_fit = match decided {
             Ok(decisions) => decisions.iter().all(|decision| decision.allowed),
-            Err(error) => error.may_have_run(),
+            Err(_) => false,
         };
         for claim in &mut claims.debts {
             let units = claim.debt.units;
-            if is_settled && action == Action::Acquire {
-                claim.debt.units = 0;
-                self.counters.settled.fetch_add(units, Ordering::Relaxed);
-            } else if let Ok(decisions) = decided
-                && !is_settled
-            {
-                let decision = &mut decisions[claim.charge_index];
-                decision.remaining = decision.remaining.saturating_sub(units);
+            match decided {
+                Ok(_) if all_fit && action == Action::Acquire => {
+                    claim.debt.units = 0;
+                    self.counters.settled.fetch_add(units, Ordering::Relaxed);
+                }
+                Ok(decisions) if !all_fit => {
+                    let decision = &mut decisions[claim.charge_index];
+                    decision.remaining = decision.remaining.saturating_sub(units);
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    claim.debt.in_doubt |= action == Action::Acquire && error.may_have_run();
+                }
             }
         }
     }
@@ -450,50 +456,61 @@ impl<S: SharedStore> FallbackCore<S> {
 }
 
 impl<S: SharedStore> Store for Fallback<S> {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let inner = &self.inner;
-        let charges = std::slice::from_ref(charge);
-        if action == Action::Reset {
-            inner.reset_local(charge);
-        }
-        let decided = if inner.ledger.is_empty() {
-            inner.store.decide(action, charge).await
-        } else {
-            let decided = Box::pin(inner.decide_with_debts(action, charges)).await;
-            decided.map(|decisions| decisions[0])
-        };
-        match decided {
-            Ok(decision) => {
-                inner.charge_local_share(action, charges, std::slice::from_ref(&decision));
-                Ok(decision)
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            let inner = &self.inner;
+            let charges = std::slice::from_ref(charge);
+            if action == Action::Reset {
+                inner.reset_local(charge);
             }
-            Err(error) => inner.fall_back(action, charges, error).map(|decisions| decisions[0]),
-        }
+            let decided = if inner.ledger.is_empty() {
+                inner.store.decide(action, charge).await
+            } else {
+                let decided = Box::pin(inner.decide_with_debts(action, charges)).await;
+                decided.map(|decisions| decisions[0])
+            };
+            match decided {
+                Ok(decision) => {
+                    inner.charge_local_share(action, charges, std::slice::from_ref(&decision));
+                    Ok(decision)
+                }
+                Err(error) => inner.fall_back(action, charges, error).map(|decisions| decisions[0]),
+            }
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        let inner = &self.inner;
-        if !matches!(action, Action::Acquire | Action::Peek) {
-            // They are independent of each other, and each may fail alone.
-            let decided = join_all(charges.iter().map(|charge| self.decide(action, charge))).await;
-            return collect_independent(decided);
-        }
-        let decided = if inner.ledger.is_empty() {
-            inner.store.decide_all(action, charges).await
-        } else {
-            inner.decide_with_debts(action, charges).await
-        };
-        match decided {
-            Ok(decisions) => {
-                inner.charge_local_share(action, charges, &decisions);
-                Ok(decisions)
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            let inner = &self.inner;
+            if !matches!(action, Action::Acquire | Action::Peek) {
+                // They are independent of each other, and each may fail alone.
+                let decided = join_all(
+                    charges.iter().map(|charge| self.decide(action, charge).into_future()),
+                )
+                .await;
+                return collect_independent(decided);
             }
-            Err(error) => inner.fall_back(action, charges, error),
-        }
+            let decided = if inner.ledger.is_empty() {
+                inner.store.decide_all(action, charges).await
+            } else {
+                inner.decide_with_debts(action, charges).await
+            };
+            match decided {
+                Ok(decisions) => {
+                    inner.charge_local_share(action, charges, &decisions);
+                    Ok(decisions)
+                }
+                Err(error) => inner.fall_back(action, charges, error),
+            }
+        })
     }
 
     fn fall_back(

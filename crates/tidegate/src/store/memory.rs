@@ -10,6 +10,7 @@
 //! full store looks at samples of its keys, for an expired one, or else for one to evict that has
 //! not used up its quota. It rejects a new key if it finds neither.
 
+use std::future::{Future, Ready};
 use std::sync::atomic::Ordering;
 
 use spin::mutex::SpinMutexGuard;
@@ -21,13 +22,12 @@ use self::fingerprint::{Fingerprint, HashSecret};
 use self::shard::Shard;
 use self::state::{MAX_TIME, StoredCounter, Usage};
 use self::table::Table;
-use super::{Store, StoreError};
+use super::{Outcome, Store, StoreError};
 use crate::action::Action;
 use crate::algorithm::{Algorithm, Bucket, FixedWindow, Plan, SlidingCounter, SlidingLog};
-use crate::charge::Charge;
+use crate::charge::{Charge, ChargeError};
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
-use crate::limiter::Error;
 
 mod acquire;
 mod builder;
@@ -164,10 +164,9 @@ impl MemoryStore {
     ) -> Result<Decision, StoreError> {
         if action == Action::Acquire && charge.quota().narrow().can_admit(charge.cost()) {
             match self.acquire_now(charge) {
-                Ok(decision) => return Ok(decision),
-                Err(Error::Store(error)) => return Err(error),
                 // The charge was not validated: that is up to the caller.
-                Err(_) => {}
+                Err(StoreError::Invalid(_)) => {}
+                decided => return decided,
             }
         }
         self.decide_any(action, charge, || Ok(()))
@@ -200,21 +199,20 @@ impl MemoryStore {
     }
 
     /// Decides a charge that `check` validates, by the general arithmetic. An acquire of an existing
-    /// key skips the check, because the key was checked when it was inserted. The error type is the
-    /// caller's, so that the result is written only once.
+    /// key skips the check, because the key was checked when it was inserted.
     #[inline]
-    pub(crate) fn decide_any<E: From<StoreError>>(
+    fn decide_any(
         &self,
         action: Action,
         charge: &Charge<'_>,
-        check: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Decision, E> {
+        check: impl FnOnce() -> Result<(), ChargeError>,
+    ) -> Result<Decision, StoreError> {
         match charge.quota().algorithm() {
-            Algorithm::SlidingLog => self.decide_as::<SlidingLog, E>(action, charge, check),
-            Algorithm::SlidingCounter => self.decide_as::<SlidingCounter, E>(action, charge, check),
-            Algorithm::FixedWindow => self.decide_as::<FixedWindow, E>(action, charge, check),
+            Algorithm::SlidingLog => self.decide_as::<SlidingLog>(action, charge, check),
+            Algorithm::SlidingCounter => self.decide_as::<SlidingCounter>(action, charge, check),
+            Algorithm::FixedWindow => self.decide_as::<FixedWindow>(action, charge, check),
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                self.decide_as::<Bucket, E>(action, charge, check)
+                self.decide_as::<Bucket>(action, charge, check)
             }
         }
     }
@@ -226,12 +224,12 @@ impl MemoryStore {
         clippy::inline_always,
         reason = "the call frame and its arguments would be a tenth of a decision"
     )]
-    fn decide_as<C: StoredCounter, E: From<StoreError>>(
+    fn decide_as<C: StoredCounter>(
         &self,
         action: Action,
         charge: &Charge<'_>,
-        check: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Decision, E> {
+        check: impl FnOnce() -> Result<(), ChargeError>,
+    ) -> Result<Decision, StoreError> {
         let fingerprint = Fingerprint::of(charge, self.secret);
         // Read the clock before the lock, so that it overlaps with the computation of the
         // fingerprint.
@@ -280,7 +278,7 @@ impl MemoryStore {
             return Ok(decision.into_decision(quota, Source::Store));
         }
         check()?;
-        Ok(self.decide_slow::<C>(action, charge, fingerprint, table)?)
+        self.decide_slow::<C>(action, charge, fingerprint, table)
     }
 
     #[cold]
@@ -317,21 +315,28 @@ impl MemoryStore {
 }
 
 impl Store for MemoryStore {
-    #[inline]
-    async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.acquire_now(charge)
+    const VALIDATES_ACQUIRES: bool = true;
+
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::<Ready<_>>::Ready(if action == Action::Acquire {
+            self.acquire_now(charge)
+        } else {
+            self.decide_any(action, charge, || Ok(()))
+        })
     }
 
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.decide_now(action, charge)
-    }
-
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.decide_all_now(action, charges)
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::<Ready<_>>::Ready(self.decide_all_now(action, charges))
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -339,23 +344,6 @@ impl Store for MemoryStore {
             StoreClock::System(clock) => clock,
             StoreClock::Custom(clock) => &**clock,
         }
-    }
-
-    #[inline]
-    fn decide_at_once(
-        &self,
-        action: Action,
-        charge: &Charge<'_>,
-    ) -> Option<Result<Decision, Error>> {
-        Some(if action == Action::Acquire {
-            self.acquire_now(charge)
-        } else {
-            self.decide_any(action, charge, || Ok(charge.check(action)?))
-        })
-    }
-
-    fn decides_at_once(&self) -> bool {
-        true
     }
 }
 

@@ -48,6 +48,7 @@
 //! +sentinel|replicas`.
 
 use std::fmt;
+use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -75,7 +76,7 @@ use self::step::{CallError, Delivery, NextStep, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
-use super::{Action, SharedStore, Store, StoreError};
+use super::{Action, Outcome, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::Decision;
@@ -387,38 +388,47 @@ impl OnRuntime for RedisStore {
 }
 
 impl Store for RedisStore {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let charges = std::slice::from_ref(charge);
-        let request = Request::new(Operation::Apply(action), charges);
-        let started = Instant::now();
-        let invalidation = PendingInvalidation::of(&self.shared, action, charges);
-        let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
-            Ok(decided) => decided.into_one(),
-            Err(error) => Err(error.into_store_error()),
-        };
-        if let Some(invalidation) = invalidation {
-            Box::pin(invalidation.publish(started + self.shared.timeout)).await;
-        }
-        decided
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            let charges = std::slice::from_ref(charge);
+            let request = Request::new(Operation::Apply(action), charges);
+            let started = Instant::now();
+            let invalidation = PendingInvalidation::of(&self.shared, action, charges);
+            let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
+                Ok(decided) => decided.into_one(),
+                Err(error) => Err(error.into_store_error()),
+            };
+            if let Some(invalidation) = invalidation {
+                Box::pin(invalidation.publish(started + self.shared.timeout)).await;
+            }
+            decided
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        if matches!(action, Action::Refund | Action::Report) {
-            // A refund may rewrite many members, and a request is never split.
-            let decided = charges.iter().map(|charge| self.decide(action, charge));
-            return collect_independent(join_all(decided).await);
-        }
-        let started = Instant::now();
-        let invalidation = PendingInvalidation::of(&self.shared, action, charges);
-        let decided = groups::decide_all(&self.shared, action, charges, started).await;
-        if let Some(invalidation) = invalidation {
-            Box::pin(invalidation.publish(started + self.shared.timeout)).await;
-        }
-        decided
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            if matches!(action, Action::Refund | Action::Report) {
+                // A refund may rewrite many members, and a request is never split.
+                let decided =
+                    charges.iter().map(|charge| self.decide(action, charge).into_future());
+                return collect_independent(join_all(decided).await);
+            }
+            let started = Instant::now();
+            let invalidation = PendingInvalidation::of(&self.shared, action, charges);
+            let decided = groups::decide_all(&self.shared, action, charges, started).await;
+            if let Some(invalidation) = invalidation {
+                Box::pin(invalidation.publish(started + self.shared.timeout)).await;
+            }
+            decided
+        })
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -50,25 +50,25 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 /// use std::future::Ready;
 /// use tidegate::store::invalidation::{Cursor, Invalidations};
 /// use tidegate::{Action, Charge, Clock, Decision, MemoryStore};
-/// use tidegate::{SharedStore, Store, StoreError};
+/// use tidegate::{Outcome, SharedStore, Store, StoreError};
 ///
 /// /// A store that only this process uses.
 /// struct Own(MemoryStore);
 ///
 /// # impl Store for Own {
-/// #     async fn decide(
+/// #     fn decide(
 /// #         &self,
 /// #         action: Action,
 /// #         charge: &Charge<'_>,
-/// #     ) -> Result<Decision, StoreError> {
-/// #         self.0.decide(action, charge).await
+/// #     ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+/// #         self.0.decide(action, charge)
 /// #     }
-/// #     async fn decide_all(
+/// #     fn decide_all(
 /// #         &self,
 /// #         action: Action,
 /// #         charges: &[Charge<'_>],
-/// #     ) -> Result<Vec<Decision>, StoreError> {
-/// #         self.0.decide_all(action, charges).await
+/// #     ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+/// #         self.0.decide_all(action, charges)
 /// #     }
 /// #     fn clock(&self) -> &dyn Clock {
 /// #         self.0.clock()

@@ -81,24 +81,30 @@ async fn requests_are_served_with_a_fallback_while_redis_is_down() {
 struct FailsFor(MemoryStore);
 
 impl Store for FailsFor {
-    async fn decide(
+    fn decide(
         &self,
         action: tidegate::Action,
         charge: &tidegate::Charge<'_>,
-    ) -> Result<tidegate::Decision, tidegate::StoreError> {
-        let is_charge = matches!(action, tidegate::Action::Acquire | tidegate::Action::Refund);
-        if charge.policy() == "fails" && is_charge {
-            return Err(tidegate::StoreError::Unreachable("gone".to_owned()));
-        }
-        self.0.decide(action, charge).await
+    ) -> tidegate::Outcome<
+        impl Future<Output = Result<tidegate::Decision, tidegate::StoreError>> + Send,
+    > {
+        tidegate::Outcome::Pending(async move {
+            let is_charge = matches!(action, tidegate::Action::Acquire | tidegate::Action::Refund);
+            if charge.policy() == "fails" && is_charge {
+                return Err(tidegate::StoreError::Unreachable("gone".to_owned()));
+            }
+            self.0.decide(action, charge).await
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: tidegate::Action,
         charges: &[tidegate::Charge<'_>],
-    ) -> Result<Vec<tidegate::Decision>, tidegate::StoreError> {
-        self.0.decide_all(action, charges).await
+    ) -> tidegate::Outcome<
+        impl Future<Output = Result<Vec<tidegate::Decision>, tidegate::StoreError>> + Send,
+    > {
+        tidegate::Outcome::Pending(async move { self.0.decide_all(action, charges).await })
     }
 
     fn clock(&self) -> &dyn tidegate::Clock {
@@ -157,20 +163,26 @@ async fn request_that_is_not_allowed_never_passes_the_layer() {
     use http::request::Parts;
     use tidegate::internals::PreparedCharge;
     use tidegate::layer::RequestLimiter;
-    use tidegate::{Decision, Policies, PolicyDecisions, PolicyLimiter, Query};
+    use tidegate::{
+        Action, Decision, Policies, PolicyDecisions, PolicyLimiter, Progress, Query, Waiting,
+    };
 
     #[derive(Clone)]
     struct Shut(PolicyLimiter);
     impl RequestLimiter for Shut {
         type Snapshot = ();
         fn snapshot(&self) {}
-        async fn acquire<'a>(
+        fn start<'a>(&'a self, (): &'a (), _: &'a Parts) -> Result<Progress<'a>, Error> {
+            let charge = PreparedCharge::of_zero_limit("shut", "k", Decision::allow(0, 0));
+            self.0.start(Action::Acquire, Query::prepared(vec![charge]))
+        }
+        async fn finish<'a>(
             &'a self,
             (): &'a (),
             _: &Parts,
+            waiting: Waiting<'a>,
         ) -> Result<PolicyDecisions<'a>, Error> {
-            let charge = PreparedCharge::of_zero_limit("shut", "k", Decision::allow(0, 0));
-            let decisions = self.0.acquire(Query::prepared(vec![charge])).await?;
+            let decisions = self.0.finish(waiting).await?;
             assert!(!decisions.is_allowed());
             Ok(decisions)
         }

@@ -306,7 +306,7 @@ fn a_cached_denial_does_not_allocate() {
     let counted = allocation_counter::measure(|| {
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         for _ in 0..100 {
-            let call = std::pin::pin!(cache.decide(Action::Acquire, &charge));
+            let call = std::pin::pin!(cache.decide(Action::Acquire, &charge).into_future());
             if let std::task::Poll::Ready(Ok(decision)) = call.poll(&mut context) {
                 hits += u32::from(decision.source == Source::DenyCache);
             }

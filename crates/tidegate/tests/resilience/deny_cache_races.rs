@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
-    Action, Charge, Clock, Decision, DenyCache, ManualClock, MemoryStore, Quota, SharedStore,
-    Source, Store, StoreError,
+    Action, Charge, Clock, Decision, DenyCache, ManualClock, MemoryStore, Outcome, Quota,
+    SharedStore, Source, Store, StoreError,
 };
 use tokio::sync::Semaphore;
 
@@ -30,23 +30,29 @@ impl Delayed {
 }
 
 impl Store for Delayed {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        if matches!(action, Action::Refund | Action::Reset) {
-            self.refunds.acquire().await.expect("open").forget();
-        }
-        let decided = self.memory.decide(action, charge).await;
-        if action == Action::Acquire {
-            self.answers.acquire().await.expect("open").forget();
-        }
-        decided
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            if matches!(action, Action::Refund | Action::Reset) {
+                self.refunds.acquire().await.expect("open").forget();
+            }
+            let decided = self.memory.decide(action, charge).await;
+            if action == Action::Acquire {
+                self.answers.acquire().await.expect("open").forget();
+            }
+            decided
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.memory.decide_all(action, charges).await
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move { self.memory.decide_all(action, charges).await })
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -74,16 +80,20 @@ struct Moving {
 }
 
 impl Store for Moving {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.memory.decide(action, charge).await
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move { self.memory.decide(action, charge).await })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.memory.decide_all(action, charges).await
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move { self.memory.decide_all(action, charges).await })
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -127,7 +137,7 @@ async fn a_denial_in_flight_during_a_refund_is_not_cached() {
         let quota = Quota::sliding_log(1, LONG).expect("valid");
         let charge = Charge::new("u", &quota);
         assert!(cache.decide(Action::Acquire, &charge).await.expect("decided").allowed);
-        let in_flight = cache.decide(Action::Acquire, &charge);
+        let in_flight = cache.decide(Action::Acquire, &charge).into_future();
         tokio::pin!(in_flight);
         // The store has denied it, but its answer is delayed.
         assert!(poll_once(in_flight.as_mut()).await.is_none());
@@ -158,7 +168,7 @@ async fn a_denial_cached_during_a_refund_is_dropped() {
         let charge = Charge::new("u", &quota);
         assert!(cache.decide(Action::Acquire, &charge).await.expect("decided").allowed);
         {
-            let refund = cache.decide(Action::Refund, &charge);
+            let refund = cache.decide(Action::Refund, &charge).into_future();
             tokio::pin!(refund);
             assert!(poll_once(refund.as_mut()).await.is_none(), "it is in flight");
             assert!(!cache.decide(Action::Acquire, &charge).await.expect("decided").allowed);
@@ -189,7 +199,7 @@ async fn an_acquire_that_is_not_answered_drops_the_entries_of_its_count() {
     assert!(ask(8).await.allowed);
     assert_eq!(ask(3).await.retry_after, Duration::from_secs(1));
     assert_eq!(ask(3).await.source, Source::DenyCache);
-    let mut cancelled = Box::pin(cache.decide(Action::Acquire, &charge));
+    let mut cancelled = Box::pin(cache.decide(Action::Acquire, &charge).into_future());
     assert!(poll_once(cancelled.as_mut()).await.is_none(), "it goes to the store");
     drop(cancelled);
     answers.add_permits(1);

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
-    Action, Charge, Clock, Decision, ManualClock, MemoryStore, SharedStore, Store, StoreError,
+    Action, Charge, Clock, Decision, ManualClock, MemoryStore, Outcome, SharedStore, Store,
+    StoreError,
 };
 use tokio::time::Instant;
 
@@ -113,23 +114,31 @@ fn lose_if<T>(is_lost: bool, answer: Result<T, StoreError>) -> Result<T, StoreEr
 }
 
 impl Store for Flaky {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.0.calls.fetch_add(1, Ordering::Relaxed);
-        let is_lost = self.inject(shard_of(charge), Some(action)).await?;
-        lose_if(is_lost, self.0.memory.decide(action, charge).await)
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            self.0.calls.fetch_add(1, Ordering::Relaxed);
+            let is_lost = self.inject(shard_of(charge), Some(action)).await?;
+            lose_if(is_lost, self.0.memory.decide(action, charge).await)
+        })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.0.calls.fetch_add(1, Ordering::Relaxed);
-        let mut is_lost = false;
-        for charge in charges {
-            is_lost |= self.inject(shard_of(charge), Some(action)).await?;
-        }
-        lose_if(is_lost, self.0.memory.decide_all(action, charges).await)
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move {
+            self.0.calls.fetch_add(1, Ordering::Relaxed);
+            let mut is_lost = false;
+            for charge in charges {
+                is_lost |= self.inject(shard_of(charge), Some(action)).await?;
+            }
+            lose_if(is_lost, self.0.memory.decide_all(action, charges).await)
+        })
     }
 
     fn clock(&self) -> &dyn Clock {

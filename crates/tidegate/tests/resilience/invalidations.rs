@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use tidegate::store::invalidation::{Cursor, Invalidations, Scope};
 use tidegate::{
-    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota,
-    RedisStore, SharedStore, Source, Store, StoreError,
+    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Outcome,
+    Quota, RedisStore, SharedStore, Source, Store, StoreError,
 };
 
 use crate::support::{
@@ -376,16 +376,20 @@ struct Polled {
 }
 
 impl Store for Polled {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.memory.decide(action, charge).await
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        Outcome::Pending(async move { self.memory.decide(action, charge).await })
     }
 
-    async fn decide_all(
+    fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        self.memory.decide_all(action, charges).await
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        Outcome::Pending(async move { self.memory.decide_all(action, charges).await })
     }
 
     fn clock(&self) -> &dyn Clock {

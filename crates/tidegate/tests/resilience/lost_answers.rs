@@ -41,9 +41,10 @@ async fn a_lost_answer_is_counted_twice_at_most() {
     }
 }
 
-/// A debt that a lost call carried, or a lost settlement reported, counts as charged.
+/// A debt that a lost settlement reported counts as charged. One that a lost acquire carried is
+/// charged once more, because the acquire may have been denied.
 #[tokio::test]
-async fn a_debt_is_charged_by_one_call_even_if_its_answer_is_lost() {
+async fn a_debt_is_charged_at_most_twice_if_answers_are_lost() {
     for quota in every_quota(40, LONG) {
         for carried_by_request in [true, false] {
             let store = Flaky::new();
@@ -53,8 +54,7 @@ async fn a_debt_is_charged_by_one_call_even_if_its_answer_is_lost() {
             assert_eq!(admit(&fallback, &charge, 5).await, 5);
             store.set_fault(Fault::LosesAnswers);
             let lost = if carried_by_request {
-                // Its own unit may be counted twice, but the debt is not.
-                admit(&fallback, &charge, 1).await
+                5 + admit(&fallback, &charge, 1).await
             } else {
                 // The read before it does not charge, so this one loses nothing.
                 assert_eq!(fallback.settle().await, 0);
@@ -67,10 +67,36 @@ async fn a_debt_is_charged_by_one_call_even_if_its_answer_is_lost() {
             }
             store.set_fault(Fault::None);
             fallback.settle().await;
-            assert_eq!(40 - store.remaining(&charge).await, 5 + 2 * lost, "{quota:?}");
+            assert_eq!(
+                40 - store.remaining(&charge).await,
+                if lost == 0 { 5 } else { 2 * lost },
+                "{quota:?}"
+            );
             let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
             assert_eq!(peeked.source, Source::Store);
         }
+    }
+}
+
+/// The store has denied the lost call, and so has not charged the debt that it carried.
+#[tokio::test]
+async fn a_debt_of_a_denied_call_counts_even_if_the_denial_is_lost() {
+    for quota in every_quota(9, LONG) {
+        let store = Flaky::new();
+        let fallback = Fallback::new(store.clone());
+        let charge = Charge::new("u", &quota);
+        store.set_fault(down());
+        assert_eq!(admit(&fallback, &charge, 1).await, 1);
+        store.set_fault(Fault::None);
+        assert_eq!(admit(&fallback, &charge, 1).await, 1);
+        store.set_fault(down());
+        assert_eq!(admit(&fallback, &charge, 7).await, 7);
+        store.set_fault(Fault::LosesAnswers);
+        assert_eq!(admit(&fallback, &charge, 1).await, 0);
+        store.set_fault(Fault::None);
+        assert_eq!(admit(&fallback, &charge, 1).await, 0, "{quota:?}");
+        fallback.settle().await;
+        assert_eq!(admit(&fallback, &charge, 1).await, 0, "{quota:?}");
     }
 }
 

@@ -63,7 +63,7 @@ pub(super) struct Debt {
     claimed: bool,
     /// Whether the answer to a call for its key was lost. Until it is settled, the key is decided
     /// locally, so that no further call is lost for it.
-    in_doubt: bool,
+    pub(super) in_doubt: bool,
     /// Time by the store's clock (µs) before which none of its units was requested.
     requested_since: u64,
 }

@@ -35,7 +35,7 @@ impl<S: SharedStore> FallbackCore<S> {
             | StoreError::Open(_)
             | StoreError::Unreadable(_) => true,
             StoreError::Full { .. } => false,
-            StoreError::Misconfigured(_) => return Err(error),
+            StoreError::Misconfigured(_) | StoreError::Invalid(_) => return Err(error),
         };
         // An unreadable value of one key is no failure of the store.
         if memory_helps && !matches!(error, StoreError::Unreadable(_)) {

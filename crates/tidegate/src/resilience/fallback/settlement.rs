@@ -126,7 +126,8 @@ impl<S: SharedStore> FallbackCore<S> {
             claim.debt.units = 0;
         }
         // Concurrent calls of a Redis store share few calls of Redis.
-        let reports = charges.iter().map(|charge| self.store.decide(Action::Report, charge));
+        let reports =
+            charges.iter().map(|charge| self.store.decide(Action::Report, charge).into_future());
         let results = join_all(reports).await;
         let now = self.local.clock().now().as_micros();
         for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(results) {

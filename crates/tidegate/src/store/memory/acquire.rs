@@ -12,14 +12,14 @@ use crate::action::Action;
 use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, NarrowLevel};
 use crate::charge::Charge;
 use crate::decision::Decision;
-use crate::limiter::Error;
 use crate::quota::Quota;
+use crate::store::StoreError;
 
 impl MemoryStore {
     /// Validates and decides an acquire.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
-    pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+    pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let (quota, cost) = (charge.quota(), charge.cost());
         if !quota.narrow().can_admit(cost) {
             // The parts of the charge are passed in registers, so that the compiler can keep a
@@ -44,9 +44,9 @@ impl MemoryStore {
         quota: &Quota,
         cost: u64,
         policy: Option<&str>,
-    ) -> Result<Decision, Error> {
+    ) -> Result<Decision, StoreError> {
         let charge = Charge::of_parts(key, quota, cost, policy);
-        self.decide_any(Action::Acquire, &charge, || Ok(charge.check(Action::Acquire)?))
+        self.decide_any(Action::Acquire, &charge, || charge.check(Action::Acquire))
     }
 
     /// Decides an acquire of a bucket. Nearly every one is of an existing key, which need not be
@@ -60,7 +60,7 @@ impl MemoryStore {
         quota: &Quota,
         cost: u64,
         policy: &PolicyRef<'_>,
-    ) -> Result<Decision, Error> {
+    ) -> Result<Decision, StoreError> {
         let (narrow, template) = (quota.narrow(), quota.template());
         let mut now = self.clock.now();
         let fingerprint = self.secret.fingerprint(key, policy.sum());
@@ -103,10 +103,10 @@ impl MemoryStore {
         policy: Option<&str>,
         fingerprint: Fingerprint,
         table: SpinMutexGuard<'a, Table>,
-    ) -> Result<Decision, Error> {
+    ) -> Result<Decision, StoreError> {
         let charge = Charge::of_parts(key, quota, cost, policy);
         charge.check(Action::Acquire)?;
-        Ok(self.decide_slow::<Bucket>(Action::Acquire, &charge, fingerprint, table)?)
+        self.decide_slow::<Bucket>(Action::Acquire, &charge, fingerprint, table)
     }
 }
 
@@ -114,7 +114,7 @@ impl MemoryStore {
 /// decisions in memory, too, where this one is.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "it has no instructions of its own")]
-fn by_field(result: Result<Decision, Error>) -> Result<Decision, Error> {
+fn by_field(result: Result<Decision, StoreError>) -> Result<Decision, StoreError> {
     let Decision { allowed, limit, remaining, retry_after, reset_after, delay, source } = result?;
     Ok(Decision { allowed, limit, remaining, retry_after, reset_after, delay, source })
 }
@@ -202,14 +202,14 @@ mod tests {
                 // One policy name, so that all quotas share a count.
                 let charge = Charge::new("user:00000042", &quotas[quota]).with_policy("p");
                 let charge = charge.with_cost(cost);
-                let check = || Ok(charge.check(Action::Acquire)?);
+                let check = || charge.check(Action::Acquire);
                 if is_report {
                     let report = |store: &MemoryStore| store.decide_now(Action::Report, &charge);
                     prop_assert_eq!(report(&fast), report(&general));
                 } else {
                     prop_assert_eq!(
                         fast.acquire_now(&charge),
-                        general.decide_any::<Error>(Action::Acquire, &charge, check)
+                        general.decide_any(Action::Acquire, &charge, check)
                     );
                 }
                 let state = |store: &MemoryStore| {

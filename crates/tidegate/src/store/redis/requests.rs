@@ -553,7 +553,7 @@ impl EncodedRequests {
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
             Ok(RawDecision { allowed, remaining, retry_after, reset_after, delay })
         });
-        Ok(ItemReply::Decisions(decisions.collect::<Result<_, _>>()?))
+        Ok(ItemReply::Decisions(decisions.collect::<Result<_, StoreError>>()?))
     }
 }
 
