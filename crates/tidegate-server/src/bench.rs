@@ -13,12 +13,11 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::keys::KeySpace;
 use self::open_loop::OpenLoop;
 use self::recorder::{Recorders, Recording};
-use self::target::Target;
+use self::target::LoadTarget;
 use crate::metrics::process;
-use crate::simulate::progress::Progress;
+use crate::tool::progress::ProgressBar;
 
 mod closed_loop;
-pub(crate) mod connect;
 pub(crate) mod grpc;
 pub(crate) mod http;
 pub(crate) mod keys;
@@ -36,7 +35,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Load to generate.
 #[derive(Debug)]
-pub(crate) struct Load {
+pub(crate) struct LoadPlan {
     pub(crate) pace: Pace,
     pub(crate) keys: Arc<KeySpace>,
     pub(crate) seed: u64,
@@ -59,7 +58,7 @@ pub(crate) enum Pace {
 
 /// Measured values of a run.
 #[derive(Debug)]
-pub(crate) struct Measurement {
+pub(crate) struct LoadMeasurement {
     pub(crate) recording: Recording,
     /// Time from the end of the warm-up to the last answer.
     pub(crate) elapsed: Duration,
@@ -76,7 +75,7 @@ pub(crate) struct Measurement {
 }
 
 /// State that all tasks of a run share.
-struct Run<T> {
+struct LoadRun<T> {
     target: T,
     recorders: Recorders,
     times: RunTimes,
@@ -94,7 +93,7 @@ struct RunTimes {
     end: Option<Instant>,
 }
 
-impl<T> Run<T> {
+impl<T> LoadRun<T> {
     fn is_stopped(&self) -> bool {
         self.stopped_at.get().is_some()
     }
@@ -102,12 +101,15 @@ impl<T> Run<T> {
 
 /// Runs the load, with a progress bar if the standard error is a terminal. The first interrupt ends
 /// the load, and the second one also the wait for the last answers.
-pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Measurement> {
+pub(crate) async fn run<T: LoadTarget>(
+    load: &LoadPlan,
+    target: T,
+) -> anyhow::Result<LoadMeasurement> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let start = Instant::now();
     let measured_from = start + load.warmup;
-    let run = Arc::new(Run {
+    let run = Arc::new(LoadRun {
         target,
         recorders: Recorders::new()?,
         times: RunTimes {
@@ -144,7 +146,7 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
                 // The warm-up is not shown: its requests are not counted.
                 if let Some(elapsed) = Instant::now().checked_duration_since(measured_from) {
                     let requests = run.recorders.requests();
-                    let progress = progress.get_or_insert_with(Progress::start);
+                    let progress = progress.get_or_insert_with(ProgressBar::start);
                     progress.update(requests, part(load, elapsed, requests));
                 }
                 continue;
@@ -164,7 +166,7 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
     let elapsed = end.saturating_duration_since(measured_from);
     let recording = run.recorders.total()?;
     let ended = recording.answered() + recording.failed();
-    Ok(Measurement {
+    Ok(LoadMeasurement {
         elapsed,
         busy_cpus,
         interrupted,
@@ -177,7 +179,7 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
 
 /// Returns the part of the measurement that is done.
 #[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
-fn part(load: &Load, elapsed: Duration, requests: u64) -> Option<f64> {
+fn part(load: &LoadPlan, elapsed: Duration, requests: u64) -> Option<f64> {
     let of_time = load.duration.map(|all| elapsed.as_secs_f64() / all.as_secs_f64().max(1e-9));
     let of_requests = load.requests.map(|all| requests as f64 / all.max(1) as f64);
     [of_time, of_requests].into_iter().flatten().reduce(f64::max)

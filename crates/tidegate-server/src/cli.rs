@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::config::{Config, Listen};
+use crate::tool::style;
 
 mod acquire;
 mod bench;
@@ -15,23 +15,24 @@ mod generate;
 mod health;
 mod listen;
 mod plan;
+mod quota;
 mod redis;
 mod serve;
+mod service;
 mod simulate;
-pub(crate) mod style;
 mod top;
 mod variables;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
 #[derive(Debug, Parser)]
 #[command(name = "tidegate", version, propagate_version = true, styles = style::HELP)]
-pub(crate) struct Arguments {
+pub(crate) struct CommandLine {
     #[command(subcommand)]
-    command: Command,
+    command: AnyCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum AnyCommand {
     Serve(serve::ServeCommand),
     Gateway(gateway::GatewayCommand),
     Acquire(acquire::AcquireCommand),
@@ -47,36 +48,23 @@ enum Command {
     Bench(Box<bench::BenchCommand>),
 }
 
-impl Arguments {
+impl CommandLine {
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
-            Command::Serve(serve) => serve.run(),
-            Command::Gateway(gateway) => gateway.run(),
-            Command::Acquire(acquire) => acquire.run(),
-            Command::Config(config) => config.run(),
-            Command::Doctor(doctor) => doctor.run(),
-            Command::Plan(plan) => plan.run(),
-            Command::Top(top) => top.run(),
-            Command::Health(health) => health.run(),
-            Command::Completions(completions) => completions.run(),
-            Command::Man(man) => man.run(),
-            Command::Simulate(simulate) => simulate.run(),
-            Command::Bench(bench) => bench.run(),
+            AnyCommand::Serve(serve) => serve.run(),
+            AnyCommand::Gateway(gateway) => gateway.run(),
+            AnyCommand::Acquire(acquire) => acquire.run(),
+            AnyCommand::Config(config) => config.run(),
+            AnyCommand::Doctor(doctor) => doctor.run(),
+            AnyCommand::Plan(plan) => plan.run(),
+            AnyCommand::Top(top) => top.run(),
+            AnyCommand::Health(health) => health.run(),
+            AnyCommand::Completions(completions) => completions.run(),
+            AnyCommand::Man(man) => man.run(),
+            AnyCommand::Simulate(simulate) => simulate.run(),
+            AnyCommand::Bench(bench) => bench.run(),
         }
     }
-}
-
-/// Returns the scheme of the admin listener's URLs.
-fn admin_scheme(config: &Config) -> &'static str {
-    let has_tls = config.tls.as_ref().is_some_and(|tls| tls.admin.is_some());
-    if has_tls { "https" } else { "http" }
-}
-
-/// Returns the line of the Redis protocol in the startup message; empty if it is off.
-fn resp_line(bound: &Listen, tls: bool, label: &str) -> String {
-    let scheme = if tls { "rediss" } else { "redis" };
-    let shown = bound.resp.as_ref().map(|resp| resp.shown(scheme));
-    shown.map(|shown| format!("\x20 {label}{shown}\n")).unwrap_or_default()
 }
 
 /// Formats an argument error, with its suggestion, as one line.

@@ -33,7 +33,7 @@ pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
 pub(crate) use listen::{AllowedHosts, Listen, ListenAddress, ListenAddressError};
 use rule_files::RuleFiles;
-pub(crate) use store::{RedisConfig, StoreConfig};
+pub(crate) use store::{RedisConfig, StoreConfig, Topology};
 pub(crate) use tidegate::config::ConfigError;
 pub(crate) use warning::{ConfigWarning, OPEN_LISTENER};
 

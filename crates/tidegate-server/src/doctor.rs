@@ -1,7 +1,7 @@
 //! Checks whether a Redis setup is fit for rate limiting: for `tidegate doctor`, and for the
 //! warnings of `serve` at startup.
 //!
-//! Each check adds [`Finding`]s to a [`Report`]. If the Redis user lacks the permission for a
+//! Each check adds [`Finding`]s to a [`DoctorReport`]. If the Redis user lacks the permission for a
 //! check, its result is a note, never a failure. All checks are bounded in time and in number.
 
 use std::time::Duration;
@@ -10,14 +10,13 @@ use serde::Serialize;
 use tidegate::store::redis::Reply;
 use tidegate::{Fleet, RedisStore, StoreError};
 
-use self::info::Info;
-use crate::config::RedisConfig;
+use crate::config::{RedisConfig, Topology};
+use crate::tool::redis_info::{self, Info};
 
 mod acl;
 mod clock;
 mod cluster;
 mod connection;
-pub(crate) mod info;
 mod keys;
 mod latency;
 mod memory;
@@ -51,18 +50,18 @@ pub(crate) struct Finding {
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Report {
+pub(crate) struct DoctorReport {
     pub(crate) verdict: Severity,
     pub(crate) nodes: Vec<NodeReport>,
     pub(crate) findings: Vec<Finding>,
     /// Latency over all nodes; `None` if all probes failed.
-    pub(crate) latency_us: Option<latency::Percentiles>,
+    pub(crate) latency_us: Option<latency::LatencyPercentiles>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct NodeReport {
     pub(crate) address: String,
-    pub(crate) role: Role,
+    pub(crate) role: NodeRole,
     /// Server and version, such as `Redis 7.0.15`.
     pub(crate) version: Option<String>,
     /// Clock difference to this machine; positive if the node is ahead.
@@ -71,7 +70,7 @@ pub(crate) struct NodeReport {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Role {
+pub(crate) enum NodeRole {
     Primary,
     Replica,
     Sentinel,
@@ -100,24 +99,16 @@ struct NodeUnderTest<'a> {
     /// Empty if INFO is not permitted.
     info: Info,
     topology: Topology,
-    config: ConfigCommand,
+    config: ConfigGet,
 }
 
 /// Availability of CONFIG GET.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ConfigCommand {
+enum ConfigGet {
     Available,
     NotPermitted,
     /// The server has no such command, as most managed services.
     Absent,
-}
-
-/// Redis deployment type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Topology {
-    Single,
-    Sentinel,
-    Cluster,
 }
 
 /// Few probes and keys at startup, so that the checks finish quickly.
@@ -126,8 +117,8 @@ const STARTUP_MAX_KEYS: usize = 1_000;
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs all checks on a connected Redis.
-pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Report {
-    let mut report = Report::default();
+pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> DoctorReport {
+    let mut report = DoctorReport::default();
     let nodes = store.nodes();
     let (primaries, sentinels): (Vec<_>, Vec<_>) = nodes.iter().partition(|node| node.primary);
     let mut topology = if sentinels.is_empty() { Topology::Single } else { Topology::Sentinel };
@@ -138,7 +129,7 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
             Ok(Reply::Text(text)) => Info::parse(&text),
             Ok(_) => Info::default(),
             Err(error) => {
-                report.node(address, Role::Primary);
+                report.node(address, NodeRole::Primary);
                 let finding = connection_finding(&error, options.prefix, topology);
                 report.add(finding.on(address));
                 continue;
@@ -159,7 +150,7 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
                 }
             }
         }
-        report.node(address, Role::Primary).version = node_under_test.info.server();
+        report.node(address, NodeRole::Primary).version = node_under_test.info.server();
         version::check(&node_under_test, &mut report);
         node_under_test.check_config_command(&mut report);
         acl::check(&node_under_test, options.prefix, &mut report).await;
@@ -188,7 +179,7 @@ async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool
         return false;
     }
     let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;
-    !matches!(slots, Ok(Reply::Error(error)) if info::is_absent_command(&error))
+    !matches!(slots, Ok(Reply::Error(error)) if redis_info::is_absent_command(&error))
 }
 
 /// Returns the finding of a node that cannot be reached, with advice if the cause is known.
@@ -246,20 +237,32 @@ pub(crate) async fn log_warnings(store: &RedisStore, config: &RedisConfig, large
 impl<'a> NodeUnderTest<'a> {
     async fn new(store: &'a RedisStore, address: &'a str, info: Info, topology: Topology) -> Self {
         let config = match store.ask_node(address, &["CONFIG", "GET", "maxmemory"]).await {
-            Ok(Reply::Error(error)) if info::is_absent_command(&error) => ConfigCommand::Absent,
-            Ok(Reply::Error(_)) | Err(_) => ConfigCommand::NotPermitted,
-            Ok(_) => ConfigCommand::Available,
+            Ok(Reply::Error(error)) if redis_info::is_absent_command(&error) => ConfigGet::Absent,
+            Ok(Reply::Error(_)) | Err(_) => ConfigGet::NotPermitted,
+            Ok(_) => ConfigGet::Available,
         };
         Self { store, address, info, topology, config }
     }
 
+    async fn ask(&self, command: &[&str]) -> Result<Reply, StoreError> {
+        self.store.ask_node(self.address, command).await
+    }
+
+    async fn ask_all<'s>(
+        &self,
+        commands: &[impl AsRef<[&'s str]>],
+    ) -> Result<Vec<Reply>, StoreError> {
+        let commands: Vec<&[&str]> = commands.iter().map(AsRef::as_ref).collect();
+        self.store.ask_node_all(self.address, &commands).await
+    }
+
     /// Returns the value of a setting; `None` if it does not exist or CONFIG GET does not work.
     async fn setting(&self, name: &str) -> Option<String> {
-        if self.config != ConfigCommand::Available {
+        if self.config != ConfigGet::Available {
             return None;
         }
-        let reply = self.store.ask_node(self.address, &["CONFIG", "GET", name]).await.ok()?;
-        info::pairs(&reply)
+        let reply = self.ask(&["CONFIG", "GET", name]).await.ok()?;
+        redis_info::pairs(&reply)
             .into_iter()
             .find(|(found, _)| *found == name)
             .map(|(_, value)| value.to_owned())
@@ -268,8 +271,8 @@ impl<'a> NodeUnderTest<'a> {
     /// Returns the advice to change a setting, such as `maxmemory-policy noeviction`.
     fn set_advice(&self, setting: &str) -> String {
         match self.config {
-            ConfigCommand::Absent => format!("set {setting} in the console of the service"),
-            ConfigCommand::Available | ConfigCommand::NotPermitted => {
+            ConfigGet::Absent => format!("set {setting} in the console of the service"),
+            ConfigGet::Available | ConfigGet::NotPermitted => {
                 format!("CONFIG SET {setting} (and in redis.conf)")
             }
         }
@@ -278,18 +281,14 @@ impl<'a> NodeUnderTest<'a> {
     /// Returns the note that a setting is unknown.
     fn unknown_setting(&self, check: &'static str) -> Finding {
         match self.config {
-            ConfigCommand::Absent => {
-                Finding::note(check, "unknown: this server has no CONFIG command")
-            }
-            ConfigCommand::Available | ConfigCommand::NotPermitted => {
-                Finding::unknown(check, "CONFIG GET")
-            }
+            ConfigGet::Absent => Finding::note(check, "unknown: this server has no CONFIG command"),
+            ConfigGet::Available | ConfigGet::NotPermitted => Finding::unknown(check, "CONFIG GET"),
         }
     }
 
     /// Notes that the server has no CONFIG, which is no lack of a permission.
-    fn check_config_command(&self, report: &mut Report) {
-        if self.config == ConfigCommand::Absent {
+    fn check_config_command(&self, report: &mut DoctorReport) {
+        if self.config == ConfigGet::Absent {
             let message = "this server has no CONFIG command, as most managed services: its \
                            settings cannot be read from here";
             let advice = "look up maxmemory-policy, lazyfree-lazy-expire and \
@@ -300,12 +299,12 @@ impl<'a> NodeUnderTest<'a> {
     }
 
     /// Adds a finding about this node.
-    fn add(&self, report: &mut Report, finding: Finding) {
+    fn add(&self, report: &mut DoctorReport, finding: Finding) {
         report.add(finding.on(self.address));
     }
 
     /// Adds a note that a check was skipped for lack of a permission.
-    fn add_unknown(&self, report: &mut Report, check: &'static str, command: &str) {
+    fn add_unknown(&self, report: &mut DoctorReport, check: &'static str, command: &str) {
         self.add(report, Finding::unknown(check, command));
     }
 }
@@ -346,13 +345,13 @@ impl Finding {
     }
 }
 
-impl Default for Report {
+impl Default for DoctorReport {
     fn default() -> Self {
         Self { verdict: Severity::Ok, nodes: Vec::new(), findings: Vec::new(), latency_us: None }
     }
 }
 
-impl From<Finding> for Report {
+impl From<Finding> for DoctorReport {
     fn from(finding: Finding) -> Self {
         let mut report = Self::default();
         report.add(finding);
@@ -360,14 +359,14 @@ impl From<Finding> for Report {
     }
 }
 
-impl Report {
+impl DoctorReport {
     pub(crate) fn add(&mut self, finding: Finding) {
         self.verdict = self.verdict.max(finding.level);
         self.findings.push(finding);
     }
 
     /// Returns the entry of a node, which is added if necessary.
-    fn node(&mut self, address: &str, role: Role) -> &mut NodeReport {
+    fn node(&mut self, address: &str, role: NodeRole) -> &mut NodeReport {
         let index =
             self.nodes.iter().position(|node| node.address == address).unwrap_or_else(|| {
                 self.nodes.push(NodeReport {

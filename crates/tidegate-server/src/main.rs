@@ -33,6 +33,7 @@ mod serve;
 mod simulate;
 mod state;
 mod tls;
+mod tool;
 mod top;
 
 /// Fastest of the allocators that were benchmarked: a request makes many small allocations.
@@ -41,7 +42,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     logs::panics::install_hook();
-    let arguments = match cli::Arguments::try_parse() {
+    let arguments = match cli::CommandLine::try_parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are reported as errors by clap, but print to stdout.
         Err(error) if !error.use_stderr() => error.exit(),
@@ -61,7 +62,7 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // The alternate form prints the whole chain of causes on one line.
-            anstream::eprintln!("{}error:{} {error:#}", cli::style::ERROR, cli::style::RESET);
+            anstream::eprintln!("{}error:{} {error:#}", tool::style::ERROR, tool::style::RESET);
             ExitCode::from(2)
         }
     }

@@ -15,7 +15,6 @@ pub(crate) mod decisions;
 pub(crate) mod load;
 pub(crate) mod log;
 pub(crate) mod output;
-pub(crate) mod progress;
 mod report;
 mod run;
 mod series;
@@ -24,7 +23,7 @@ mod tally;
 pub(crate) mod variants;
 mod what_if;
 
-pub(crate) use report::{Report, Table, TrafficSummary, grouped};
+pub(crate) use report::{Report, TrafficSummary};
 pub(crate) use run::{Outcome, Run};
 pub(crate) use svg::draw;
 

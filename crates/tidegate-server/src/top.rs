@@ -8,12 +8,12 @@ use anyhow::{Context as _, bail};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use self::client::LiveStream;
+use self::client::EventStream;
 use self::data::{Lookup, View};
-use self::events::Event;
-use self::line::{DIM, Line, PLAIN};
+use self::events::ServerEvent;
+use self::line::{DIM, PLAIN, ScreenLine};
 use self::terminal::{Key, Screen};
-use crate::cli::style;
+use crate::tool::style;
 
 mod client;
 mod data;
@@ -24,7 +24,7 @@ mod sections;
 mod terminal;
 mod text;
 
-pub(crate) use client::Client;
+pub(crate) use client::AdminClient;
 
 /// Pause before a new attempt to connect.
 const RECONNECT_INTERVAL: Duration = Duration::from_secs(1);
@@ -52,14 +52,14 @@ impl TopOptions {
 
 /// Message of a task to the view.
 enum Update {
-    Event(Event),
+    Event(ServerEvent),
     Lost(String),
     /// Answer for this key.
     LookedUp(String, Result<Lookup, String>),
 }
 
 /// Shows the view until the user ends it.
-pub(crate) async fn run(client: Client, options: TopOptions) -> anyhow::Result<()> {
+pub(crate) async fn run(client: AdminClient, options: TopOptions) -> anyhow::Result<()> {
     let client = Arc::new(client);
     let mut view = View::new(client.authority());
     // An error of the first connection ends the command. Later ones are shown.
@@ -75,13 +75,13 @@ pub(crate) async fn run(client: Client, options: TopOptions) -> anyhow::Result<(
         print_blocks(view, updates, options).await
     } else {
         let mode = Mode::Overview;
-        let session = Session { client, sender, view, options, mode, is_looking_up: false };
+        let session = ScreenSession { client, sender, view, options, mode, is_looking_up: false };
         session.run(updates).await
     }
 }
 
 /// Reads events until there is something of everything.
-async fn read_first(stream: &mut LiveStream, view: &mut View) -> anyhow::Result<()> {
+async fn read_first(stream: &mut EventStream, view: &mut View) -> anyhow::Result<()> {
     while !view.is_complete() {
         for event in stream.next().await? {
             view.apply(&event).with_context(|| format!("event {}", event.name.escape_debug()))?;
@@ -91,7 +91,7 @@ async fn read_first(stream: &mut LiveStream, view: &mut View) -> anyhow::Result<
 }
 
 /// Sends the events of the stream, and connects again when it is lost.
-async fn follow(client: Arc<Client>, mut stream: LiveStream, sender: mpsc::Sender<Update>) {
+async fn follow(client: Arc<AdminClient>, mut stream: EventStream, sender: mpsc::Sender<Update>) {
     loop {
         let error = loop {
             match stream.next().await {
@@ -183,8 +183,8 @@ enum Mode {
 }
 
 /// View in a terminal.
-struct Session {
-    client: Arc<Client>,
+struct ScreenSession {
+    client: Arc<AdminClient>,
     sender: mpsc::Sender<Update>,
     view: View,
     options: TopOptions,
@@ -193,7 +193,7 @@ struct Session {
     is_looking_up: bool,
 }
 
-impl Session {
+impl ScreenSession {
     async fn run(mut self, mut updates: mpsc::Receiver<Update>) -> anyhow::Result<()> {
         use tokio::signal::unix::{SignalKind, signal};
         let mut resized = signal(SignalKind::window_change())?;
@@ -301,28 +301,28 @@ impl Session {
         });
     }
 
-    fn lines(&self, size: draw::Size) -> Vec<Line> {
+    fn lines(&self, size: draw::Size) -> Vec<ScreenLine> {
         let body = match &self.mode {
             Mode::Overview | Mode::Prompt(_) => None,
             Mode::Key(key, None) => {
-                Some(vec![Line::labelled("key ").with(style::NOTE, key).with(DIM, "  …")])
+                Some(vec![ScreenLine::labelled("key ").with(style::NOTE, key).with(DIM, "  …")])
             }
             Mode::Key(_, Some(Ok(lookup))) => Some(sections::looked_up(lookup, size.columns)),
             Mode::Key(key, Some(Err(error))) => Some(vec![
-                Line::labelled("key ").with(style::NOTE, key),
-                Line::default().with(style::ERROR, error),
+                ScreenLine::labelled("key ").with(style::NOTE, key),
+                ScreenLine::default().with(style::ERROR, error),
             ]),
         };
         let footer = match &self.mode {
-            Mode::Overview => Line::default().with(DIM, "q quit   / look up a key"),
+            Mode::Overview => ScreenLine::default().with(DIM, "q quit   / look up a key"),
             Mode::Prompt(text) => {
                 // The end of a long key is what the user types.
                 let room = size.columns.saturating_sub(8);
                 let start = text.chars().count().saturating_sub(room);
                 let end: String = text.chars().skip(start).collect();
-                Line::labelled("key: ").with(PLAIN, &end).with(style::NOTE, "_")
+                ScreenLine::labelled("key: ").with(PLAIN, &end).with(style::NOTE, "_")
             }
-            Mode::Key(..) => Line::default().with(DIM, "q quit   / look up a key   Esc back"),
+            Mode::Key(..) => ScreenLine::default().with(DIM, "q quit   / look up a key   Esc back"),
         };
         draw::screen(&self.view, self.options.samples(), size, body.as_deref(), footer)
     }

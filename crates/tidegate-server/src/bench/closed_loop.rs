@@ -7,11 +7,11 @@ use std::time::Instant;
 use tokio::task::JoinSet;
 
 use super::keys::KeySequence;
-use super::target::Target;
-use super::{Load, Run};
+use super::target::LoadTarget;
+use super::{LoadPlan, LoadRun};
 
 /// Runs all callers until the end.
-pub(super) async fn run<T: Target>(run: &Arc<Run<T>>, load: &Load, concurrency: usize) {
+pub(super) async fn run<T: LoadTarget>(run: &Arc<LoadRun<T>>, load: &LoadPlan, concurrency: usize) {
     let left = load.requests.map(|requests| Arc::new(AtomicU64::new(requests)));
     let mut callers = JoinSet::new();
     for number in 0..concurrency {
@@ -21,8 +21,8 @@ pub(super) async fn run<T: Target>(run: &Arc<Run<T>>, load: &Load, concurrency: 
     while callers.join_next().await.is_some() {}
 }
 
-async fn caller<T: Target>(
-    run: Arc<Run<T>>,
+async fn caller<T: LoadTarget>(
+    run: Arc<LoadRun<T>>,
     number: usize,
     mut keys: KeySequence,
     left: Option<Arc<AtomicU64>>,

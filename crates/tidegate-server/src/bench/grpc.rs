@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use anyhow::bail;
 use axum::body::Bytes;
@@ -11,15 +10,14 @@ use http::{HeaderMap, HeaderValue, Method, Request, Uri, Version, header};
 use prost::Message as _;
 use tonic::{Code as GrpcCode, Status};
 
-use super::connect::{Endpoint, Protocol};
-use super::http::ClientOptions;
 use super::keys::KeySpace;
-use super::target::{Answer, RequestError, Target};
+use super::target::{Answer, LoadTarget, RequestError};
 use super::template::Template;
 use crate::envoy::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use crate::envoy::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
 use crate::envoy::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use crate::envoy::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use crate::tool::client::{ClientOptions, Endpoint, ServiceKind};
 
 const PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 /// Bytes before a message: whether it is compressed, and its length.
@@ -33,9 +31,7 @@ const CONNECTION_WINDOW: u32 = 1 << 30;
 pub(crate) struct GrpcTarget {
     endpoint: Endpoint,
     uri: Uri,
-    authorization: Option<HeaderValue>,
     message: Template,
-    timeout: Duration,
     connections: Vec<Slot>,
     next: AtomicUsize,
 }
@@ -92,8 +88,7 @@ impl GrpcTarget {
         keys: &KeySpace,
         connections: usize,
     ) -> anyhow::Result<Self> {
-        let endpoint =
-            Endpoint::parse(Protocol::Grpc, options.address, options.ca, options.timeout)?;
+        let endpoint = Endpoint::parse(ServiceKind::Grpc, options)?;
         let uri = Uri::builder()
             .scheme(endpoint.scheme())
             .authority(endpoint.authority.as_str())
@@ -102,9 +97,7 @@ impl GrpcTarget {
         let target = Self {
             endpoint,
             uri,
-            authorization: options.authorization()?,
             message: Template::new(framed(&query.message()), &keys.placeholder()),
-            timeout: options.timeout,
             connections: std::iter::repeat_with(Slot::default).take(connections).collect(),
             next: AtomicUsize::new(0),
         };
@@ -123,9 +116,10 @@ impl GrpcTarget {
     }
 
     async fn call(&self, message: Bytes) -> Result<Answer, RequestError> {
-        match tokio::time::timeout(self.timeout, self.call_without_timeout(message)).await {
+        match tokio::time::timeout(self.endpoint.timeout, self.call_without_timeout(message)).await
+        {
             Ok(answer) => answer,
-            Err(_) => Err(RequestError::timeout(self.timeout)),
+            Err(_) => Err(RequestError::timeout(self.endpoint.timeout)),
         }
     }
 
@@ -163,7 +157,7 @@ impl GrpcTarget {
         let headers = request.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
-        if let Some(authorization) = &self.authorization {
+        if let Some(authorization) = &self.endpoint.authorization {
             headers.insert(header::AUTHORIZATION, authorization.clone());
         }
         request
@@ -184,7 +178,8 @@ impl GrpcTarget {
         {
             return Ok(sender);
         }
-        let stream = self.endpoint.connect().await?;
+        let stream = self.endpoint.connect().await;
+        let stream = stream.map_err(|error| RequestError::connect(&error))?;
         let (sender, connection) = client::Builder::new()
             .initial_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW)
@@ -204,7 +199,7 @@ impl Slot {
     }
 }
 
-impl Target for GrpcTarget {
+impl LoadTarget for GrpcTarget {
     async fn acquire(&self, key: &str) -> Result<Answer, RequestError> {
         self.call(self.message.with_key(key)).await
     }

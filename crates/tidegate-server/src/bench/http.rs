@@ -1,64 +1,28 @@
 //! [`HttpTarget`]: `POST /v1/acquire` of a running service, on HTTP/1.1.
 
-use std::path::Path;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use anyhow::bail;
 use axum::body::Bytes;
 use http::uri::PathAndQuery;
-use http::{HeaderValue, Method, Request, StatusCode, header};
-use http_body_util::{BodyExt as _, Full, Limited};
-use hyper::client::conn::http1::{self, SendRequest};
-use hyper_util::rt::TokioIo;
+use http::{Method, Request, StatusCode, header};
+use http_body_util::Full;
+use hyper::client::conn::http1::SendRequest;
 use memchr::memmem;
 use serde_json::Value;
 
-use super::connect::{Endpoint, Protocol};
 use super::keys::KeySpace;
-use super::target::{Answer, RequestError, Target};
+use super::target::{Answer, LoadTarget, RequestError};
 use super::template::Template;
-use crate::config::Secret;
-
-/// Maximum size of an answer.
-const MAX_BODY_BYTES: usize = 1 << 20;
-/// Maximum length of a message of the service in an error.
-const MAX_MESSAGE_CHARS: usize = 200;
+use crate::tool::client::{ClientOptions, Endpoint, ServiceKind, problem_detail, read_body};
 
 /// Client of the HTTP API. A connection has one request at a time.
 pub(crate) struct HttpTarget {
     endpoint: Endpoint,
     acquire: PathAndQuery,
-    authorization: Option<HeaderValue>,
     body: Template,
-    timeout: Duration,
     /// Connections without a request, the last used one at the end.
-    idle: Mutex<Vec<Connection>>,
-}
-
-type Connection = SendRequest<Full<Bytes>>;
-
-/// Options of a client of a service.
-pub(crate) struct ClientOptions<'a> {
-    pub(crate) address: &'a str,
-    pub(crate) token: Option<&'a Secret>,
-    /// File with the certificates to trust, in place of those of the system.
-    pub(crate) ca: Option<&'a Path>,
-    pub(crate) timeout: Duration,
-}
-
-impl ClientOptions<'_> {
-    /// Returns the header with the token.
-    pub(crate) fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
-        let Some(token) = self.token else { return Ok(None) };
-        match HeaderValue::try_from(format!("Bearer {}", token.reveal())) {
-            Ok(mut value) => {
-                value.set_sensitive(true);
-                Ok(Some(value))
-            }
-            Err(_) => bail!("--token-file: a token must not contain control characters"),
-        }
-    }
+    idle: Mutex<Vec<SendRequest<Full<Bytes>>>>,
 }
 
 impl HttpTarget {
@@ -69,13 +33,10 @@ impl HttpTarget {
         body: &Value,
         keys: &KeySpace,
     ) -> anyhow::Result<Self> {
-        let endpoint =
-            Endpoint::parse(Protocol::Http, options.address, options.ca, options.timeout)?;
+        let endpoint = Endpoint::parse(ServiceKind::Http, options)?;
         let target = Self {
             acquire: endpoint.call_path("/v1/acquire")?,
-            authorization: options.authorization()?,
             body: Template::new(serde_json::to_vec(body)?, &keys.placeholder()),
-            timeout: options.timeout,
             idle: Mutex::default(),
             endpoint,
         };
@@ -92,9 +53,11 @@ impl HttpTarget {
     }
 
     async fn call(&self, path: &PathAndQuery, key: &str) -> Result<Answer, RequestError> {
-        match tokio::time::timeout(self.timeout, self.call_without_timeout(path, key)).await {
+        match tokio::time::timeout(self.endpoint.timeout, self.call_without_timeout(path, key))
+            .await
+        {
             Ok(answer) => answer,
-            Err(_) => Err(RequestError::timeout(self.timeout)),
+            Err(_) => Err(RequestError::timeout(self.endpoint.timeout)),
         }
     }
 
@@ -115,12 +78,12 @@ impl HttpTarget {
             }
         };
         let (head, body) = response.into_parts();
-        let body = Limited::new(body, MAX_BODY_BYTES).collect().await;
+        let body = read_body(body).await;
         let body = body.map_err(|error| RequestError::new("connection-closed", error))?;
         if !connection.is_closed() {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
         }
-        answer(head.status, &body.to_bytes())
+        answer(head.status, &body)
     }
 
     fn request(
@@ -128,20 +91,14 @@ impl HttpTarget {
         path: &PathAndQuery,
         key: &str,
     ) -> Result<Request<Full<Bytes>>, RequestError> {
-        let mut request = Request::builder()
-            .method(Method::POST)
-            .uri(path.as_str())
-            .header(header::HOST, &self.endpoint.authority)
-            .header(header::CONTENT_TYPE, "application/json");
-        if let Some(authorization) = &self.authorization {
-            request = request.header(header::AUTHORIZATION, authorization);
-        }
+        let request = self.endpoint.request(Method::POST, path.as_str());
+        let request = request.header(header::CONTENT_TYPE, "application/json");
         let body = Full::new(self.body.with_key(key));
         request.body(body).map_err(|error| RequestError::new("invalid", error))
     }
 
     /// Returns an idle connection, or a new one.
-    async fn connection(&self) -> Result<Connection, RequestError> {
+    async fn connection(&self) -> Result<SendRequest<Full<Bytes>>, RequestError> {
         loop {
             let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some(mut connection) = idle else { return self.open().await };
@@ -151,16 +108,12 @@ impl HttpTarget {
         }
     }
 
-    async fn open(&self) -> Result<Connection, RequestError> {
-        let stream = TokioIo::new(self.endpoint.connect().await?);
-        let (sender, connection) =
-            http1::handshake(stream).await.map_err(|error| RequestError::new("connect", error))?;
-        tokio::spawn(connection);
-        Ok(sender)
+    async fn open(&self) -> Result<SendRequest<Full<Bytes>>, RequestError> {
+        self.endpoint.open().await.map_err(|error| RequestError::connect(&error))
     }
 }
 
-impl Target for HttpTarget {
+impl LoadTarget for HttpTarget {
     async fn acquire(&self, key: &str) -> Result<Answer, RequestError> {
         self.call(&self.acquire, key).await
     }
@@ -195,14 +148,8 @@ fn answer(status: StatusCode, body: &[u8]) -> Result<Answer, RequestError> {
 
 /// Returns the status and the message of a response without a decision.
 fn problem(status: StatusCode, body: &[u8]) -> String {
-    let body: Option<Value> = serde_json::from_slice(body).ok();
-    let field = |name| body.as_ref().and_then(|body| body[name].as_str());
-    let detail = match field("detail").or_else(|| field("title")) {
-        Some(detail) => {
-            detail.chars().filter(|c| !c.is_control()).take(MAX_MESSAGE_CHARS).collect()
-        }
-        None => "this is not an answer of Tidegate's HTTP API".to_owned(),
-    };
+    let foreign = || "this is not an answer of Tidegate's HTTP API".to_owned();
+    let detail = problem_detail(body).unwrap_or_else(foreign);
     let hint = match status {
         StatusCode::UNAUTHORIZED => "; give the token with --token-file",
         _ => "",

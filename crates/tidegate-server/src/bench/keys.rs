@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 
-use crate::simulate::load::random::{Random, Zipf};
+use crate::tool::random::{Random, Zipf};
 
 /// How requests are spread over the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -20,10 +20,14 @@ pub(crate) enum Distribution {
 /// Keys of a run: a random name of the run, so that runs do not share counts, and a number.
 #[derive(Debug)]
 pub(crate) struct KeySpace {
+    pub(crate) count: u64,
+    pub(crate) distribution: Distribution,
+    /// Exponent of Zipf's law.
+    pub(crate) zipf: Option<f64>,
     prefix: String,
     /// Digits of a number. All keys are equally long, see [`Template`](super::template::Template).
     digits: usize,
-    zipf: Zipf,
+    numbers: Zipf,
 }
 
 /// Keys of one caller.
@@ -34,16 +38,16 @@ pub(crate) struct KeySequence {
 
 impl KeySpace {
     pub(crate) fn new(keys: u64, distribution: Distribution, exponent: f64) -> Self {
-        let (keys, exponent) = match distribution {
-            Distribution::Uniform => (keys, 0.0),
-            Distribution::Zipf => (keys, exponent),
-            Distribution::Hot => (1, 0.0),
-        };
+        let count = if distribution == Distribution::Hot { 1 } else { keys };
+        let zipf = (distribution == Distribution::Zipf).then_some(exponent);
         let run = RandomState::new().hash_one(std::process::id()) >> 32;
         Self {
+            count,
+            distribution,
+            zipf,
             prefix: format!("bench-{run:08x}-"),
-            digits: (keys - 1).to_string().len(),
-            zipf: Zipf::new(keys, exponent),
+            digits: (count - 1).to_string().len(),
+            numbers: Zipf::new(count, zipf.unwrap_or(0.0)),
         }
     }
 
@@ -81,7 +85,7 @@ impl KeySpace {
 impl KeySequence {
     /// Replaces `key` by the next one.
     pub(crate) fn next_into(&mut self, key: &mut String) {
-        let number = self.space.zipf.sample(&mut self.random);
+        let number = self.space.numbers.sample(&mut self.random);
         self.space.write(number, key);
     }
 }

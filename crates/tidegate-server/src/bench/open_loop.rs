@@ -12,8 +12,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::keys::KeySequence;
 use super::schedule::{Arrivals, Schedule};
-use super::target::Target;
-use super::{Load, Run};
+use super::target::LoadTarget;
+use super::{LoadPlan, LoadRun};
 use crate::duration::nanos;
 
 /// Time between two checks of whether the run was stopped.
@@ -34,9 +34,9 @@ pub(crate) struct OpenLoop {
 }
 
 /// Sends all requests, and waits for their answers.
-pub(super) async fn run<T: Target>(
-    run: &Arc<Run<T>>,
-    load: &Load,
+pub(super) async fn run<T: LoadTarget>(
+    run: &Arc<LoadRun<T>>,
+    load: &LoadPlan,
     open: OpenLoop,
     start: Instant,
 ) -> anyhow::Result<()> {
@@ -59,7 +59,7 @@ pub(super) async fn run<T: Target>(
 }
 
 struct Dispatcher<T> {
-    run: Arc<Run<T>>,
+    run: Arc<LoadRun<T>>,
     start: Instant,
     handle: Handle,
     slots: Arc<Semaphore>,
@@ -71,7 +71,7 @@ struct Dispatcher<T> {
     number: usize,
 }
 
-impl<T: Target> Dispatcher<T> {
+impl<T: LoadTarget> Dispatcher<T> {
     fn send_all(mut self, mut schedule: Schedule) {
         precise_sleeps();
         let end = self.run.times.end;

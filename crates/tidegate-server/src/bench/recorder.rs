@@ -18,10 +18,10 @@ const DIGITS: u8 = 3;
 
 /// Counts and latencies. Tasks use different parts, so that they rarely wait for each other.
 #[derive(Debug)]
-pub(super) struct Recorders(Vec<Part>);
+pub(super) struct Recorders(Vec<RecorderPart>);
 
 #[derive(Debug)]
-struct Part {
+struct RecorderPart {
     sent: AtomicU64,
     recording: Mutex<Recording>,
 }
@@ -106,7 +106,7 @@ impl Recording {
     }
 }
 
-impl Part {
+impl RecorderPart {
     fn recording(&self) -> MutexGuard<'_, Recording> {
         self.recording.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -117,12 +117,12 @@ impl Recorders {
         let parts = std::thread::available_parallelism().map_or(4, usize::from).clamp(2, 16);
         let part = |_| {
             let recording = Mutex::new(Recording::new()?);
-            Ok(Part { sent: AtomicU64::new(0), recording })
+            Ok(RecorderPart { sent: AtomicU64::new(0), recording })
         };
         Ok(Self((0..parts).map(part).collect::<anyhow::Result<_>>()?))
     }
 
-    fn part(&self, task: usize) -> &Part {
+    fn part(&self, task: usize) -> &RecorderPart {
         &self.0[task % self.0.len()]
     }
 
@@ -143,7 +143,7 @@ impl Recorders {
 
     /// Returns the number of requests that have ended.
     pub(super) fn requests(&self) -> u64 {
-        let count = |part: &Part| {
+        let count = |part: &RecorderPart| {
             let recording = part.recording();
             recording.answered() + recording.failed()
         };

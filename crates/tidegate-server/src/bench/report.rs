@@ -1,4 +1,4 @@
-//! [`Report`]: the result of a run, as text and as JSON.
+//! [`BenchReport`]: the result of a run, as text and as JSON.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -8,9 +8,9 @@ use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 use tidegate::internals::duration::readable;
 
-use super::{Load, Measurement, Pace};
-use crate::cli::style;
-use crate::simulate::grouped;
+use super::{LoadMeasurement, LoadPlan, Pace};
+use crate::tool::style;
+use crate::tool::text::{flag_name, float, grouped, scaled};
 
 const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
 /// Part of all CPUs from which the generator is considered the bottleneck.
@@ -31,26 +31,16 @@ pub(crate) struct TargetSummary {
     pub(crate) note: Option<String>,
 }
 
-/// Distribution of the keys, as it is shown.
-#[derive(Debug)]
-pub(crate) struct KeySummary {
-    pub(crate) count: u64,
-    pub(crate) distribution: &'static str,
-    /// Exponent of Zipf's law.
-    pub(crate) zipf: Option<f64>,
-}
-
 /// Result of a run.
 #[derive(Debug)]
-pub(crate) struct Report {
+pub(crate) struct BenchReport {
     pub(crate) target: TargetSummary,
-    pub(crate) keys: KeySummary,
-    pub(crate) load: Load,
+    pub(crate) load: LoadPlan,
     pub(crate) timeout: Duration,
-    pub(crate) measured: Measurement,
+    pub(crate) measured: LoadMeasurement,
 }
 
-impl Report {
+impl BenchReport {
     /// Returns whether there were requests, and none was answered.
     pub(crate) fn all_failed(&self) -> bool {
         let recording = &self.measured.recording;
@@ -63,7 +53,7 @@ impl Report {
 
     /// Returns what makes the numbers questionable.
     fn warnings(&self) -> Vec<String> {
-        let Measurement { recording, busy_cpus, not_sent, unanswered, .. } = &self.measured;
+        let LoadMeasurement { recording, busy_cpus, not_sent, unanswered, .. } = &self.measured;
         let mut warnings = Vec::new();
         if *unanswered > 0 {
             warnings.push(format!(
@@ -127,7 +117,8 @@ impl Report {
 
     /// Writes the result as text.
     pub(crate) fn write(&self, output: &mut dyn Write) -> io::Result<()> {
-        let Self { target, keys, load, measured, .. } = self;
+        let Self { target, load, measured, .. } = self;
+        let keys = &load.keys;
         let recording = &measured.recording;
         let (heading, reset) = (style::HEADING, style::RESET);
         writeln!(output, "{heading}{}{reset}: {}", target.name, target.requests)?;
@@ -137,7 +128,7 @@ impl Report {
             "{}, keys: {}, {}{}",
             self.pace(),
             grouped(keys.count),
-            keys.distribution,
+            flag_name(&keys.distribution),
             zipf.unwrap_or_default()
         )?;
         let warmup = match load.warmup {
@@ -195,7 +186,7 @@ impl Report {
                 format!("closed loop, {} callers", grouped(*concurrency as u64))
             }
             Pace::Open(open) => {
-                let arrivals = open.arrivals.as_str();
+                let arrivals = flag_name(&open.arrivals);
                 format!("open loop, {} requests per second ({arrivals})", open.rate)
             }
         }
@@ -203,14 +194,15 @@ impl Report {
 
     /// Returns the result as one JSON object.
     pub(crate) fn to_json(&self) -> Value {
-        let Self { target, keys, load, measured, timeout } = self;
+        let Self { target, load, measured, timeout } = self;
+        let keys = &load.keys;
         let recording = &measured.recording;
         let mut pace = match &load.pace {
             Pace::Closed { concurrency } => json!({"kind": "closed", "concurrency": concurrency}),
             Pace::Open(open) => json!({
                 "kind": "open",
                 "rate": open.rate,
-                "arrivals": open.arrivals.as_str(),
+                "arrivals": flag_name(&open.arrivals),
                 "max_in_flight": open.max_in_flight,
                 "due": recording.answered() + recording.failed() + measured.unanswered
                     + measured.not_sent,
@@ -229,9 +221,9 @@ impl Report {
             "target": {"kind": target.kind, "name": target.name, "requests": target.requests},
             "keys": {
                 "count": keys.count,
-                "distribution": keys.distribution,
+                "distribution": flag_name(&keys.distribution),
                 "zipf": keys.zipf,
-                "prefix": load.keys.prefix(),
+                "prefix": keys.prefix(),
             },
             "loop": pace,
             "seconds": measured.elapsed.as_secs_f64(),
@@ -269,20 +261,7 @@ fn percentiles(histogram: &Histogram<u64>) -> Value {
 
 /// Formats nanoseconds with three digits.
 fn latency(nanos: u64) -> String {
-    let (value, unit) = match nanos {
-        0..1_000 => return format!("{nanos} ns"),
-        1_000..1_000_000 => (float(nanos) / 1e3, "µs"),
-        1_000_000..1_000_000_000 => (float(nanos) / 1e6, "ms"),
-        _ => (float(nanos) / 1e9, "s"),
-    };
-    let decimals = if value >= 99.95 {
-        0
-    } else if value >= 9.995 {
-        1
-    } else {
-        2
-    };
-    format!("{value:.decimals$} {unit}")
+    scaled(float(nanos), 1e3, &[" ns", " µs", " ms", " s"])
 }
 
 /// Formats a number without decimals.
@@ -293,11 +272,6 @@ fn latency(nanos: u64) -> String {
 )]
 fn rounded(number: f64) -> String {
     if number < 10.0 { format!("{number:.2}") } else { grouped(number.round() as u64) }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
-fn float(number: u64) -> f64 {
-    number as f64
 }
 
 #[cfg(test)]

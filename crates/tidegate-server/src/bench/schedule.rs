@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::simulate::load::random::Random;
+use crate::tool::random::Random;
 
 /// Times between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -11,15 +11,6 @@ pub(crate) enum Arrivals {
     Fixed,
     /// Random intervals, as those of independent clients
     Poisson,
-}
-
-impl Arrivals {
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::Fixed => "fixed",
-            Self::Poisson => "poisson",
-        }
-    }
 }
 
 /// Endless iterator over due times, after the start of the run.

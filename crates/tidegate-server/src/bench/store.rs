@@ -2,7 +2,7 @@
 
 use tidegate::{Charge, Error, Limiter, Quota, Store, StoreError};
 
-use super::target::{Answer, RequestError, Target};
+use super::target::{Answer, LoadTarget, RequestError};
 
 /// Limiter on a store, with one quota for all keys.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ impl<S: Store> StoreTarget<S> {
     }
 }
 
-impl<S: Store> Target for StoreTarget<S> {
+impl<S: Store> LoadTarget for StoreTarget<S> {
     async fn acquire(&self, key: &str) -> Result<Answer, RequestError> {
         let charge = Charge::new(key, &self.quota).with_cost(self.cost);
         match self.limiter.acquire(&charge).await {

@@ -1,10 +1,10 @@
-//! [`Target`]: what is loaded.
+//! [`LoadTarget`]: what is loaded.
 
 use std::borrow::Cow;
 use std::future::Future;
 
 /// A store, or a client of a service.
-pub(crate) trait Target: Send + Sync + 'static {
+pub(crate) trait LoadTarget: Send + Sync + 'static {
     /// Asks for a decision on this key. It ends within the timeout of the target.
     fn acquire(&self, key: &str) -> impl Future<Output = Result<Answer, RequestError>> + Send;
 }
@@ -29,6 +29,10 @@ pub(crate) struct RequestError {
 impl RequestError {
     pub(super) fn new(kind: impl Into<Cow<'static, str>>, message: impl std::fmt::Display) -> Self {
         Self { kind: kind.into(), message: message.to_string() }
+    }
+
+    pub(super) fn connect(error: &anyhow::Error) -> Self {
+        Self::new("connect", format_args!("{error:#}"))
     }
 
     pub(super) fn timeout(timeout: std::time::Duration) -> Self {

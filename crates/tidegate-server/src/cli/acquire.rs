@@ -7,21 +7,25 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use clap::builder::FalseyValueParser;
-use clap::builder::PossibleValuesParser;
-use tidegate::{Action, Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
+use tidegate::internals::duration::{self, readable};
+use tidegate::{Action, Charge, Decision, Limiter, MemoryStore, Store};
 
+use super::quota::QuotaFlags;
 use super::redis::RedisFlags;
-use super::style;
 use crate::api::json;
 use crate::config::StoreConfig;
-use tidegate::internals::duration::{self, readable};
+use crate::tool::style;
 
 /// Decide from a shell whether a request is allowed now.
 ///
 /// Prints one line per decision. Exit code: 0 if all were allowed, 1 if any was denied, 2 on an
 /// error. Without --redis, counters live in memory and are lost when the command ends.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    mut_arg("limit", |flag| flag.required(true)),
+    mut_arg("window", |flag| flag.required(true)),
+    mut_arg("algorithm", |flag| flag.default_value("sliding-log")),
+    after_help = "\
 Examples:
   Five requests against a limit of three, in memory:
     tidegate acquire user123 --limit 3 --window 60s --count 5
@@ -33,37 +37,15 @@ Examples:
     tidegate acquire user123 --algorithm token-bucket --limit 10 --window 1s --burst 50 --json
 
   Usage that has already happened, such as 1200 bytes sent, against 1000 per hour:
-    tidegate acquire user123 --limit 1000 --window 1h --cost 1200 --report")]
+    tidegate acquire user123 --limit 1000 --window 1h --cost 1200 --report"
+)]
 pub(super) struct AcquireCommand {
     /// Key to count by: a user, an address, a job
     #[arg(value_name = "KEY")]
     key: String,
 
-    /// Units per window
-    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT")]
-    limit: u64,
-
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
-    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
-    window: Duration,
-
-    /// Rate limit algorithm
-    #[arg(
-        long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM", default_value = "sliding-log",
-        value_parser = PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str))
-    )]
-    algorithm: String,
-
-    /// Encoding of a sliding-log or sliding-counter in Redis
-    #[arg(
-        long, value_name = "ENCODING", env = "TIDEGATE_ENCODING",
-        value_parser = PossibleValuesParser::new(Encoding::ALL.map(Encoding::as_str))
-    )]
-    encoding: Option<String>,
-
-    /// Capacity of a token-bucket or leaky-bucket [default: the limit]
-    #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
-    burst: Option<u64>,
+    #[command(flatten)]
+    quota: QuotaFlags,
 
     /// Units that each request costs
     #[arg(long, value_name = "C", env = "TIDEGATE_COST", default_value_t = 1)]
@@ -102,7 +84,8 @@ pub(super) struct AcquireCommand {
 
 impl AcquireCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let quota = self.quota()?;
+        // Both are required, so that their defaults are not used.
+        let quota = self.quota.quota(0, Duration::ZERO)?;
         let mut charge = Charge::new(&self.key, &quota).with_cost(self.cost);
         if let Some(policy) = &self.policy {
             charge = charge.with_policy(policy);
@@ -121,17 +104,6 @@ impl AcquireCommand {
                 }
             }
         })
-    }
-
-    fn quota(&self) -> anyhow::Result<Quota> {
-        let mut quota = Quota::new(self.algorithm.parse()?, self.limit, self.window)?;
-        if let Some(burst) = self.burst {
-            quota = quota.with_burst(burst)?;
-        }
-        if let Some(encoding) = &self.encoding {
-            quota = quota.with_encoding(encoding.parse()?)?;
-        }
-        Ok(quota)
     }
 
     async fn decide<S: Store>(

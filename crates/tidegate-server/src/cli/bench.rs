@@ -1,9 +1,7 @@
 //! `tidegate bench`: load for a store or a running service.
 
-use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
@@ -12,16 +10,18 @@ use serde_json::{Value, json};
 use tidegate::internals::duration::readable;
 use tidegate::{MemoryStore, Quota};
 
-use self::flags::{LoadFlags, PolicyFlags, TargetFlags};
+use self::flags::{LoadFlags, LoadPolicyFlags, TargetFlags};
 use super::redis::RedisFlags;
 use crate::bench::grpc::{GrpcQuery, GrpcTarget};
-use crate::bench::http::{ClientOptions, HttpTarget};
+use crate::bench::http::HttpTarget;
 use crate::bench::keys::KeySpace;
-use crate::bench::report::{Report, TargetSummary};
+use crate::bench::report::{BenchReport, TargetSummary};
 use crate::bench::store::StoreTarget;
-use crate::bench::{self, Load, Measurement};
-use crate::config::{Config, RedisConfig, Secret, StoreConfig};
+use crate::bench::{self, LoadMeasurement, LoadPlan};
+use crate::config::{Config, RedisConfig, Secret, StoreConfig, Topology};
 use crate::serve;
+use crate::tool::client::{self, ClientOptions, Trust};
+use crate::tool::output;
 
 mod flags;
 
@@ -66,7 +66,7 @@ pub(super) struct BenchCommand {
     load: LoadFlags,
 
     #[command(flatten)]
-    policy: PolicyFlags,
+    policy: LoadPolicyFlags,
 
     /// Print one JSON object
     #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
@@ -96,21 +96,9 @@ impl BenchCommand {
         })?;
         // Requests without an answer must not delay the exit.
         runtime.shutdown_background();
-        let keys = self.load.key_summary();
-        let report = Report { target, keys, load, timeout: self.load.timeout, measured };
-        self.print(&report)?;
+        let report = BenchReport { target, load, timeout: self.load.timeout, measured };
+        output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
         Ok(if report.all_failed() { ExitCode::from(1) } else { ExitCode::SUCCESS })
-    }
-
-    fn print(&self, report: &Report) -> anyhow::Result<()> {
-        let mut output = anstream::stdout().lock();
-        if self.json {
-            writeln!(output, "{}", report.to_json())?;
-        } else {
-            report.write(&mut output)?;
-        }
-        output.flush()?;
-        Ok(())
     }
 
     fn chosen(&self) -> anyhow::Result<Chosen<'_>> {
@@ -128,7 +116,10 @@ impl BenchCommand {
         Ok(chosen)
     }
 
-    async fn load_store(&self, load: &Load) -> anyhow::Result<(TargetSummary, Measurement)> {
+    async fn load_store(
+        &self,
+        load: &LoadPlan,
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
         let config = self.target.config.as_deref().map(Config::load).transpose()?;
         let quota = self.policy.quota(config.as_ref())?;
         let cost = self.policy.cost;
@@ -172,9 +163,9 @@ impl BenchCommand {
     async fn load_http(
         &self,
         url: &str,
-        load: &Load,
+        load: &LoadPlan,
         keys: &KeySpace,
-    ) -> anyhow::Result<(TargetSummary, Measurement)> {
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
         let (body, requests) = self.http_body(keys)?;
         let token = self.token()?;
         serve::raise_file_limit();
@@ -217,9 +208,9 @@ impl BenchCommand {
     async fn load_grpc(
         &self,
         address: &str,
-        load: &Load,
+        load: &LoadPlan,
         keys: &KeySpace,
-    ) -> anyhow::Result<(TargetSummary, Measurement)> {
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
         let TargetFlags { domain, descriptors, connections, .. } = &self.target;
         let (Some(domain), false) = (domain, descriptors.is_empty()) else {
             bail!("--grpc needs --domain NAME and --descriptor KEY=VALUE, such as user={KEY}");
@@ -254,22 +245,20 @@ impl BenchCommand {
     }
 
     fn token(&self) -> anyhow::Result<Option<Secret>> {
-        let Some(file) = &self.target.token_file else { return Ok(None) };
-        let token = Secret::read(file).map_err(anyhow::Error::msg);
-        token.map(Some).with_context(|| format!("--token-file {}", file.display()))
+        self.target.token_file.as_deref().map(client::read_token).transpose()
     }
 
     fn client<'a>(&'a self, address: &'a str, token: Option<&'a Secret>) -> ClientOptions<'a> {
-        let timeout: Duration = self.load.timeout;
-        ClientOptions { address, token, ca: self.target.ca.as_deref(), timeout }
+        let trust = Trust::Authorities(self.target.ca.as_deref());
+        ClientOptions { address, token, trust, timeout: self.load.timeout }
     }
 }
 
 fn redis_summary(redis: &RedisConfig, requests: String, note: String) -> TargetSummary {
     let name = match redis.topology() {
-        crate::doctor::Topology::Single => "Redis",
-        crate::doctor::Topology::Cluster => "Redis Cluster",
-        crate::doctor::Topology::Sentinel => "Redis with Sentinel",
+        Topology::Single => "Redis",
+        Topology::Cluster => "Redis Cluster",
+        Topology::Sentinel => "Redis with Sentinel",
     };
     TargetSummary { kind: "redis", name: name.to_owned(), requests, note: Some(note) }
 }

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::style;
 use crate::config::{Config, ConfigWarning, OPEN_LISTENER};
+use crate::tool::style;
 
 /// Permission of all users to read a file.
 const WORLD_READABLE: u32 = 0o004;
@@ -66,8 +66,7 @@ impl ConfigCommand {
             ConfigSubcommand::Check { file, json: false } => {
                 let config = Config::load(&file)?;
                 for warning in warnings(&config, &file) {
-                    let (yellow, reset) = (style::WARNING, style::RESET);
-                    anstream::eprintln!("{yellow}warning{reset}: {warning}");
+                    style::print_warning(warning);
                 }
                 let policies = config.policies.iter().count();
                 let rules = &config.envoy.rules;

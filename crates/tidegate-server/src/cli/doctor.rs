@@ -1,6 +1,5 @@
 //! `tidegate doctor`: checks whether a Redis setup is fit for rate limiting.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -9,12 +8,12 @@ use anyhow::bail;
 use clap::Args;
 use clap::builder::FalseyValueParser;
 use clap::builder::styling::Style;
+use tidegate::internals::duration;
 
 use super::redis::RedisFlags;
-use super::style;
 use crate::config::{Config, RedisConfig, StoreConfig};
-use crate::doctor::{self, CheckOptions, Finding, Report, Severity};
-use tidegate::internals::duration;
+use crate::doctor::{self, CheckOptions, DoctorReport, Finding, Severity};
+use crate::tool::{output, style};
 
 /// Check whether a Redis setup is fit for rate limiting.
 ///
@@ -81,7 +80,7 @@ impl DoctorCommand {
             StoreConfig::Memory(_) => {
                 let message =
                     "there is no Redis to check: this configuration keeps its counters in memory";
-                Report::from(Finding::note("store", message))
+                DoctorReport::from(Finding::note("store", message))
             }
             StoreConfig::Redis(redis) => {
                 let redis = match self.timeout {
@@ -92,13 +91,8 @@ impl DoctorCommand {
                 runtime.block_on(self.check(&redis, largest_log))?
             }
         };
-        let mut output = anstream::stdout().lock();
-        if self.json {
-            writeln!(output, "{}", serde_json::to_string(&report)?)?;
-        } else {
-            write!(output, "{}", text(&report))?;
-        }
-        output.flush()?;
+        let json = self.json.then(|| serde_json::to_string(&report)).transpose()?;
+        output::print(json, |output| output.write_all(text(&report).as_bytes()))?;
         Ok(match report.verdict {
             Severity::Ok | Severity::Note => ExitCode::SUCCESS,
             Severity::Warning => ExitCode::from(1),
@@ -106,12 +100,12 @@ impl DoctorCommand {
         })
     }
 
-    async fn check(&self, redis: &RedisConfig, largest_log: u64) -> anyhow::Result<Report> {
+    async fn check(&self, redis: &RedisConfig, largest_log: u64) -> anyhow::Result<DoctorReport> {
         let store = match redis.builder().connect().await {
             Ok(store) => store,
             Err(error) => {
                 let finding = doctor::connection_finding(&error, redis.prefix(), redis.topology());
-                return Ok(Report::from(finding));
+                return Ok(DoctorReport::from(finding));
             }
         };
         let options = CheckOptions {
@@ -133,7 +127,7 @@ impl DoctorCommand {
 
 /// Formats a report as text: one line per finding with its advice below, grouped by node if there
 /// are several.
-fn text(report: &Report) -> String {
+fn text(report: &DoctorReport) -> String {
     let mut nodes: Vec<&str> = Vec::new();
     for node in report.findings.iter().filter_map(|finding| finding.node.as_deref()) {
         if !nodes.contains(&node) {
@@ -172,7 +166,7 @@ fn styled(level: Severity) -> (Style, &'static str) {
 }
 
 /// Formats the verdict, such as `fit, with 2 notes` or `not fit: 1 error, 1 warning`.
-fn verdict(report: &Report) -> String {
+fn verdict(report: &DoctorReport) -> String {
     let count = |level, name: &str| {
         let count = report.findings.iter().filter(|finding| finding.level == level).count();
         (count > 0).then(|| format!("{count} {name}{}", if count == 1 { "" } else { "s" }))

@@ -8,12 +8,12 @@ use anyhow::Context as _;
 use clap::Args;
 
 use super::listen::AdminFlag;
-use super::redis::RedisFlags;
+use super::service::{ServiceFlags, admin_scheme, resp_line};
 use crate::config::{
     self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination,
 };
 use crate::gateway::Upstream;
-use crate::logs::{self, LogFormat};
+use crate::logs::LogFormat;
 use crate::serve;
 
 /// Run a reverse proxy that forwards the requests that the policies allow.
@@ -51,12 +51,7 @@ pub(super) struct GatewayCommand {
     config: Option<PathBuf>,
 
     #[command(flatten)]
-    redis: RedisFlags,
-
-    /// Serve the Redis protocol on this address (IP:PORT or unix:PATH), overrides the file; off by
-    /// default
-    #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_RESP")]
-    resp: Option<ListenAddress>,
+    service: ServiceFlags,
 
     /// Write an access log to this file, overrides the configuration; or to stdout or stderr
     #[arg(long, value_name = "PATH", env = "TIDEGATE_ACCESS_LOG")]
@@ -73,11 +68,8 @@ pub(super) struct GatewayCommand {
 
 impl GatewayCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let mut config = serve::configuration(self.config.as_deref())?;
-        config.store = self.redis.apply(config.store)?;
+        let mut config = self.service.load(self.config.as_deref())?;
         self.admin.apply(&mut config)?;
-        config.listen.resp = self.resp.clone().or(config.listen.resp);
-        serve::check_resp(&config)?;
         if let Some(address) = self.listen.clone() {
             config.listen.gateway = address;
         }
@@ -97,7 +89,7 @@ impl GatewayCommand {
         let source = config::describe(self.config.as_ref());
         let store = config.store.to_string();
         let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let admin_scheme = super::admin_scheme(&config);
+        let admin_scheme = admin_scheme(&config);
         // The lines of an access log are not mixed with other text.
         let logs_to_stdout = config
             .gateway
@@ -123,27 +115,12 @@ impl GatewayCommand {
                     env!("CARGO_PKG_VERSION"),
                     gateway.shown(scheme),
                     admin.shown(admin_scheme),
-                    super::resp_line(bound, scheme == "https", "Redis    "),
+                    resp_line(bound, scheme == "https", "Redis    "),
                 );
             }
         };
-        let runtime = serve::runtime()?;
-        let logs = runtime.block_on(async { logs::start(self.log_format) })?;
-        if let Some(warning) = self.redis.warning() {
-            tracing::warn!("{warning}");
-        }
-        if let Some(warning) = super::variables::warning(self.config.as_deref()) {
-            tracing::warn!("{warning}");
-        }
-        runtime.block_on(serve::gateway(
-            config,
-            self.redis.source(self.config.clone()),
-            announce,
-        ))?;
-        drop(logs);
-        // Blocking tasks, such as the file watcher, must not delay the exit.
-        runtime.shutdown_background();
-        Ok(ExitCode::SUCCESS)
+        self.service
+            .run(self.log_format, self.config, |source| serve::gateway(config, source, announce))
     }
 
     /// Returns the access log of the configuration, as the flags change it.

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use clap::{Args, CommandFactory as _};
 use clap_complete::Shell;
 
-use super::Arguments;
+use super::CommandLine;
 
 /// Print the completions of a shell
 #[derive(Debug, Args)]
@@ -38,7 +38,7 @@ pub(super) struct ManCommand {
 impl CompletionsCommand {
     pub(super) fn run(&self) -> anyhow::Result<ExitCode> {
         let mut script = Vec::new();
-        clap_complete::generate(self.shell, &mut Arguments::command(), "tidegate", &mut script);
+        clap_complete::generate(self.shell, &mut CommandLine::command(), "tidegate", &mut script);
         std::io::stdout().write_all(&script)?;
         Ok(ExitCode::SUCCESS)
     }
@@ -46,7 +46,7 @@ impl CompletionsCommand {
 
 impl ManCommand {
     pub(super) fn run(&self) -> anyhow::Result<ExitCode> {
-        let command = Arguments::command();
+        let command = CommandLine::command();
         match &self.out {
             Some(folder) => {
                 std::fs::create_dir_all(folder)

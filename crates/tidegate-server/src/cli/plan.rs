@@ -1,6 +1,5 @@
 //! `tidegate plan`: memory, CPU and servers of Redis for a number of users and requests.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -12,11 +11,11 @@ use tidegate::internals::duration;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::redis::RedisFlags;
-use super::style;
 use crate::config::StoreConfig;
 use crate::plan::costs::{Costs, KEY_BYTES};
-use crate::plan::measure::Measurement;
+use crate::plan::measure::CostMeasurement;
 use crate::plan::{Demand, Deployment, Plan};
+use crate::tool::{output, style};
 
 /// Timeout of each command of a measurement.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -141,22 +140,16 @@ impl PlanCommand {
         let checked_in = Costs::checked_in()?;
         // An impossible limit is an error before a measurement, not after.
         let mut plan = Plan::new(demand, deployment, &checked_in, false)?;
-        let mut output = anstream::stdout().lock();
         if let Some(url) = &self.measure {
             let costs = self.measured(url, checked_in.connection_cpu).context("--measure")?;
             if self.print_costs {
-                write!(output, "{costs}")?;
-                output.flush()?;
+                anstream::print!("{costs}");
                 return Ok(ExitCode::SUCCESS);
             }
             plan = Plan::new(demand, deployment, &costs, true)?;
         }
-        if self.json {
-            writeln!(output, "{}", serde_json::to_string(&plan)?)?;
-        } else {
-            plan.write(&mut output)?;
-        }
-        output.flush()?;
+        let json = self.json.then(|| serde_json::to_string(&plan)).transpose()?;
+        output::print(json, |output| plan.write(output))?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -173,7 +166,7 @@ impl PlanCommand {
             let mut terminate = signal(SignalKind::terminate())?;
             let (redis, prefix) = (redis.with_timeout(MEASURE_TIMEOUT), prefix());
             let new_builder = || redis.builder().prefix(&prefix);
-            let measurement = Measurement::connect(new_builder, samples).await?;
+            let measurement = CostMeasurement::connect(new_builder, samples).await?;
             let measured = tokio::select! {
                 measured = measurement.run(connection_cpu) => measured,
                 _ = interrupt.recv() => Err(anyhow::Error::msg("interrupted")),
@@ -185,13 +178,11 @@ impl PlanCommand {
             let measured = measured?;
             cleaned.context("the keys could not be deleted, and expire within five minutes")?;
             if measured.background_cores > MAX_BACKGROUND_CORES {
-                anstream::eprintln!(
-                    "{}warning:{} other clients use {:.0} % of a core of this Redis, which makes \
-                     the measured CPU times too high",
-                    style::WARNING,
-                    style::RESET,
+                style::print_warning(format_args!(
+                    "other clients use {:.0} % of a core of this Redis, which makes the measured \
+                     CPU times too high",
                     measured.background_cores * 100.0
-                );
+                ));
             }
             Ok(measured.costs)
         })

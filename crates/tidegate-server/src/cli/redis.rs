@@ -7,6 +7,7 @@ use clap::Args;
 
 use crate::config::{Secret, StoreConfig};
 use crate::reload::ConfigSource;
+use crate::tool::style;
 
 /// Servers of Redis, and the password for them.
 #[derive(Debug, Clone, Args)]
@@ -72,8 +73,7 @@ impl RedisFlags {
     /// Prints the warning, for commands without logs.
     pub(super) fn print_warning(&self) {
         if let Some(warning) = self.warning() {
-            let (style, reset) = (super::style::WARNING, super::style::RESET);
-            anstream::eprintln!("{style}warning:{reset} {warning}");
+            style::print_warning(warning);
         }
     }
 }

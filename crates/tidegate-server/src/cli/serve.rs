@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::listen::ListenFlags;
-use super::redis::RedisFlags;
-use crate::config::{self, Listen, ListenAddress};
-use crate::logs::{self, LogFormat};
+use super::service::{ServiceFlags, admin_scheme, resp_line};
+use crate::config::{self, Listen};
+use crate::logs::LogFormat;
 use crate::serve;
 
 /// Run the service: the HTTP API, Envoy's rate limit service, metrics and health.
@@ -45,12 +45,7 @@ pub(super) struct ServeCommand {
     listen: ListenFlags,
 
     #[command(flatten)]
-    redis: RedisFlags,
-
-    /// Serve the Redis protocol on this address (IP:PORT or unix:PATH), overrides the file; off by
-    /// default
-    #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_RESP")]
-    resp: Option<ListenAddress>,
+    service: ServiceFlags,
 
     /// Format of the logs
     #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
@@ -59,18 +54,15 @@ pub(super) struct ServeCommand {
 
 impl ServeCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let mut config = serve::configuration(self.config.as_deref())?;
-        config.store = self.redis.apply(config.store)?;
+        let mut config = self.service.load(self.config.as_deref())?;
         self.listen.apply(&mut config)?;
-        config.listen.resp = self.resp.or(config.listen.resp);
-        serve::check_resp(&config)?;
         let source = config::describe(self.config.as_ref());
         let store = config.store.to_string();
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let access = ApiAccess {
             tls: config.tls.is_some(),
             needs_token: config.tokens.of_api().is_some(),
-            admin_scheme: super::admin_scheme(&config),
+            admin_scheme: admin_scheme(&config),
         };
         // Without a terminal, the logs have the addresses, and other text would be in their way.
         let has_banner = self.log_format == LogFormat::Text && std::io::stdout().is_terminal();
@@ -85,19 +77,8 @@ impl ServeCommand {
                 );
             }
         };
-        let runtime = serve::runtime()?;
-        let logs = runtime.block_on(async { logs::start(self.log_format) })?;
-        if let Some(warning) = self.redis.warning() {
-            tracing::warn!("{warning}");
-        }
-        if let Some(warning) = super::variables::warning(self.config.as_deref()) {
-            tracing::warn!("{warning}");
-        }
-        runtime.block_on(serve::serve(config, self.redis.source(self.config.clone()), announce))?;
-        drop(logs);
-        // Blocking tasks, such as the file watcher, must not delay the exit.
-        runtime.shutdown_background();
-        Ok(ExitCode::SUCCESS)
+        self.service
+            .run(self.log_format, self.config, |source| serve::serve(config, source, announce))
     }
 }
 
@@ -123,7 +104,7 @@ fn banner(
     };
     let (scheme, ca_flag) = if access.tls { ("https", "--cacert CA.pem ") } else { ("http", "") };
     let Listen { http, grpc, admin, .. } = bound;
-    let resp = super::resp_line(bound, access.tls, "Redis  ");
+    let resp = resp_line(bound, access.tls, "Redis  ");
     let grpc_scheme = if access.tls { "grpcs" } else { "grpc" };
     // The token itself is never printed.
     let token_flag = if access.needs_token { "-H 'Authorization: Bearer TOKEN' " } else { "" };

@@ -15,11 +15,12 @@ use tidegate::internals::duration;
 use crate::simulate::load::{Load, LoadKind};
 use crate::simulate::log::{AccessLogs, LogFormat};
 use crate::simulate::output::OutputFile;
-use crate::simulate::progress::Progress;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
     self, Report, Simulation, TrafficRequest, TrafficSummary, Variant, decisions,
 };
+use crate::tool::output;
+use crate::tool::progress::ProgressBar;
 
 /// Period of a generated load without a window to take it from.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(60);
@@ -222,13 +223,7 @@ impl SimulateCommand {
         if let Some(file) = decisions {
             file.commit().context("--decisions")?;
         }
-        let mut output = anstream::stdout().lock();
-        if self.json {
-            writeln!(output, "{}", report.to_json())?;
-        } else {
-            report.write(&mut output)?;
-        }
-        output.flush()?;
+        output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -292,7 +287,7 @@ impl TrafficFlags {
         mut output: Option<&mut OutputFile>,
     ) -> anyhow::Result<Report> {
         let mut traffic = TrafficSummary::default();
-        let mut progress = Progress::start();
+        let mut progress = ProgressBar::start();
         if let Some(kind) = self.load {
             let load = self.generated(kind, known)?;
             let end = load.micros().max(1);

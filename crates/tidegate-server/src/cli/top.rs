@@ -9,9 +9,9 @@ use clap::Args;
 use clap::builder::FalseyValueParser;
 use tidegate::internals::duration;
 
-use crate::bench::http::ClientOptions;
 use crate::config::Secret;
-use crate::top::{self, Client, TopOptions};
+use crate::tool::client::{ClientOptions, Trust, read_token};
+use crate::top::{self, AdminClient, TopOptions};
 
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
@@ -36,7 +36,7 @@ Examples:
     tidegate top --once
     tidegate top --once --json | jq .rates.policies")]
 pub(super) struct TopCommand {
-    /// URL of the admin listener: http://HOST:PORT, or https:// for TLS
+    /// URL of the admin listener: http://HOST:PORT, https:// for TLS, or unix:PATH
     #[arg(
         long,
         value_name = "URL",
@@ -88,10 +88,10 @@ impl TopCommand {
         let options = ClientOptions {
             address: &self.admin,
             token: token.as_ref(),
-            ca: self.ca.as_deref(),
+            trust: Trust::Authorities(self.ca.as_deref()),
             timeout: self.timeout,
         };
-        let client = Client::new(&options)?;
+        let client = AdminClient::new(&options)?;
         let options = TopOptions { interval, once: self.once, json: self.json };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let result = runtime.block_on(top::run(client, options));
@@ -103,8 +103,7 @@ impl TopCommand {
 
     fn token(&self) -> anyhow::Result<Option<Secret>> {
         if let Some(file) = &self.token_file {
-            let token = Secret::read(file).map_err(anyhow::Error::msg);
-            return token.map(Some).with_context(|| format!("--token-file {}", file.display()));
+            return read_token(file).map(Some);
         }
         match std::env::var(TOKEN_VARIABLE) {
             Ok(token) if !token.is_empty() => Ok(Some(Secret::new(token))),

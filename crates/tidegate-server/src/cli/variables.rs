@@ -6,7 +6,7 @@ use std::path::Path;
 
 use clap::CommandFactory as _;
 
-use super::Arguments;
+use super::CommandLine;
 use crate::{config, logs};
 
 const PREFIX: &str = "TIDEGATE_";
@@ -37,7 +37,7 @@ fn known(is_wanted: impl Fn(&str) -> bool) -> BTreeSet<String> {
     for variable in config::TOKEN_VARIABLES {
         known.extend([variable.to_owned(), format!("{variable}_FILE")]);
     }
-    let arguments = Arguments::command();
+    let arguments = CommandLine::command();
     for command in arguments.get_subcommands().filter(|command| is_wanted(command.get_name())) {
         let variables = command.get_arguments().filter_map(|argument| argument.get_env());
         known.extend(variables.filter_map(|name| name.to_str()).map(str::to_owned));

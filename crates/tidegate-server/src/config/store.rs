@@ -10,7 +10,6 @@ use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
 use super::{ConfigError, Secret, raw};
-use crate::doctor::Topology;
 use crate::tls;
 use tidegate::internals::{Document, Flag, OneOrMany};
 
@@ -27,6 +26,14 @@ pub(crate) struct RedisConfig {
     /// Password for the URLs, which then have none.
     password: Option<Secret>,
     pub(crate) settings: StoreSettings,
+}
+
+/// Redis deployment type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Topology {
+    Single,
+    Sentinel,
+    Cluster,
 }
 
 /// Settings that do not depend on the servers.

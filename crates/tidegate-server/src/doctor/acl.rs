@@ -5,16 +5,17 @@
 
 use tidegate::store::redis::{Reply, SCRIPT_COMMANDS};
 
-use super::info::{is_absent_command, pairs};
 use super::keys::escape_pattern;
-use super::{Finding, NodeUnderTest, Report, Topology};
+use super::{DoctorReport, Finding, NodeUnderTest};
+use crate::config::Topology;
+use crate::tool::redis_info::{is_absent_command, pairs};
 
 const CHECK: &str = "acl";
 
 const SCRIPT_LOAD: &str = "script|load";
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
+pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut DoctorReport) {
     let mut missing = missing_permissions(node, prefix).await;
     if let Some(note) = missing.note.take() {
         node.add(report, note);
@@ -26,10 +27,10 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut R
         let permissions = missing.permissions.join(", ");
         return node.add(report, missing_finding(&permissions, prefix, node.topology));
     }
-    let Ok(Reply::Text(user)) = node.store.ask_node(node.address, &["ACL", "WHOAMI"]).await else {
+    let Ok(Reply::Text(user)) = node.ask(&["ACL", "WHOAMI"]).await else {
         return node.add(report, Finding::ok(CHECK, "this user may do what decisions need"));
     };
-    let rules = node.store.ask_node(node.address, &["ACL", "GETUSER", &user]).await;
+    let rules = node.ask(&["ACL", "GETUSER", &user]).await;
     let user = user.escape_debug();
     node.add(
         report,
@@ -45,7 +46,11 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut R
 }
 
 /// Checks the user on a replica, which becomes the primary after a failover.
-pub(super) async fn check_replica(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
+pub(super) async fn check_replica(
+    node: &NodeUnderTest<'_>,
+    prefix: &str,
+    report: &mut DoctorReport,
+) {
     let missing = missing_permissions(node, prefix).await;
     if !missing.absent.is_empty() {
         node.add(report, absent_finding(&missing.absent.join(", ")));
@@ -127,6 +132,20 @@ struct Missing<'a> {
 }
 
 impl Missing<'_> {
+    /// Tries commands, and records those that are missing.
+    async fn try_all(
+        &mut self,
+        node: &NodeUnderTest<'_>,
+        commands: &[(&str, Vec<&str>)],
+    ) -> Option<Vec<Reply>> {
+        let words: Vec<&[&str]> = commands.iter().map(|(_, words)| words.as_slice()).collect();
+        let replies = node.ask_all(&words).await.ok()?;
+        for ((command, _), reply) in commands.iter().zip(&replies) {
+            self.record(&command.to_lowercase(), reply);
+        }
+        Some(replies)
+    }
+
     /// Records a command or a permission that is missing according to the reply.
     fn record(&mut self, command: &str, reply: &Reply) {
         let Reply::Error(error) = reply else { return };
@@ -181,13 +200,7 @@ async fn missing_permissions<'a>(node: &NodeUnderTest<'_>, prefix: &'a str) -> M
     }
     // A string with a TTL: commands for other types fail on it, and it expires in any case.
     commands.push(("set", vec!["SET", &key, "", "PX", "10000"]));
-    let requests: Vec<&[&str]> = commands.iter().map(|(_, words)| words.as_slice()).collect();
-    let Ok(replies) = node.store.ask_node_all(node.address, &requests).await else {
-        return missing;
-    };
-    for ((command, _), reply) in commands.iter().zip(&replies) {
-        missing.record(command, reply);
-    }
+    let Some(replies) = missing.try_all(node, &commands).await else { return missing };
     // If the key does not exist, HSET and HINCRBY would create one without a TTL. A node that
     // redirects us, or a replica, does not run them at all.
     let is_guarded = match replies.last() {
@@ -202,14 +215,8 @@ async fn missing_permissions<'a>(node: &NodeUnderTest<'_>, prefix: &'a str) -> M
             (*name, [*name, &key].into_iter().chain(arguments.iter().copied()).collect())
         })
         .collect();
-    let requests: Vec<&[&str]> =
-        script_commands.iter().map(|(_, words)| words.as_slice()).collect();
-    if let Ok(replies) = node.store.ask_node_all(node.address, &requests).await {
-        for ((command, _), reply) in script_commands.iter().zip(&replies) {
-            missing.record(&command.to_lowercase(), reply);
-        }
-    }
-    let eval = node.store.ask_node(node.address, &["EVAL", "return 1", "0"]).await;
+    missing.try_all(node, &script_commands).await;
+    let eval = node.ask(&["EVAL", "return 1", "0"]).await;
     if matches!(eval, Ok(Reply::Integer(1))) {
         missing.excuse_load();
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tidegate::store::redis::Reply;
 
-use super::{Finding, NodeUnderTest, Report, Role};
+use super::{DoctorReport, Finding, NodeRole, NodeUnderTest};
 use crate::duration;
 
 const CHECK: &str = "clock";
@@ -26,11 +26,11 @@ struct Clock {
 
 impl Clocks {
     /// Measures the clock of one node and compares it with this machine's.
-    pub(super) async fn measure(&mut self, node: &NodeUnderTest<'_>, report: &mut Report) {
+    pub(super) async fn measure(&mut self, node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
         let mut best: Option<(i64, i64)> = None;
         for _ in 0..SAMPLES {
             let sent = micros_now();
-            let reply = node.store.ask_node(node.address, &["TIME"]).await;
+            let reply = node.ask(&["TIME"]).await;
             let received = micros_now();
             let Ok(Some(server)) = reply.as_ref().map(server_micros) else { break };
             let uncertainty = (received - sent).max(0) / 2;
@@ -39,7 +39,7 @@ impl Clocks {
             }
         }
         let Some((ahead, uncertainty)) = best else { return };
-        report.node(node.address, Role::Replica).clock_ahead_us = Some(ahead);
+        report.node(node.address, NodeRole::Replica).clock_ahead_us = Some(ahead);
         self.0.push(Clock { address: node.address.to_owned(), ahead, uncertainty });
         let message = format!(
             "{} {} this machine's clock",
@@ -58,7 +58,7 @@ impl Clocks {
     }
 
     /// Compares the clocks of the nodes with each other.
-    pub(super) fn compare(&self, report: &mut Report) {
+    pub(super) fn compare(&self, report: &mut DoctorReport) {
         let (Some(first), Some(last)) = (
             self.0.iter().min_by_key(|clock| clock.ahead),
             self.0.iter().max_by_key(|clock| clock.ahead),
@@ -115,7 +115,7 @@ mod tests {
             ahead,
             uncertainty,
         };
-        let mut report = Report::default();
+        let mut report = DoctorReport::default();
         Clocks(clocks.iter().map(clock).collect()).compare(&mut report);
         report.findings
     }

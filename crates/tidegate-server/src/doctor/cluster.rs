@@ -2,16 +2,16 @@
 
 use tidegate::store::redis::Reply;
 
-use super::info::Info;
-use super::{Finding, NodeUnderTest, Report};
+use super::{DoctorReport, Finding, NodeUnderTest};
+use crate::tool::redis_info::Info;
 
 const CHECK: &str = "topology";
 const SLOTS: i64 = 16_384;
 
 /// Checks the cluster from the view of one node.
-pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &mut Report) {
-    let slots = node.store.ask_node(node.address, &["CLUSTER", "SLOTS"]).await.ok();
-    let state = match node.store.ask_node(node.address, &["CLUSTER", "INFO"]).await {
+pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &mut DoctorReport) {
+    let slots = node.ask(&["CLUSTER", "SLOTS"]).await.ok();
+    let state = match node.ask(&["CLUSTER", "INFO"]).await {
         Ok(Reply::Text(text)) => Info::parse(&text).text("cluster_state").map(str::to_owned),
         _ => None,
     };
@@ -60,10 +60,9 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
 }
 
 /// Checks whether slots of a node are migrating, as after a resharding that was interrupted.
-pub(super) async fn check_migration(node: &NodeUnderTest<'_>, report: &mut Report) {
+pub(super) async fn check_migration(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
     const CHECK: &str = "migration";
-    let Ok(Reply::Text(nodes)) = node.store.ask_node(node.address, &["CLUSTER", "NODES"]).await
-    else {
+    let Ok(Reply::Text(nodes)) = node.ask(&["CLUSTER", "NODES"]).await else {
         return node.add_unknown(report, CHECK, "CLUSTER NODES");
     };
     let (migrating, importing) = open_slots(&nodes);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tidegate::store::redis::Reply;
 
-use super::{CheckOptions, Finding, NodeUnderTest, Report};
+use super::{CheckOptions, DoctorReport, Finding, NodeUnderTest};
 
 const CHECK: &str = "expiry";
 /// Keys per SCAN call. Both limits matter because Redis may hold many keys that are not ours.
@@ -20,7 +20,7 @@ const MAX_SHOWN_CHARS: usize = 100;
 pub(super) async fn check(
     node: &NodeUnderTest<'_>,
     options: &CheckOptions<'_>,
-    report: &mut Report,
+    report: &mut DoctorReport,
 ) -> u64 {
     let pattern = format!("{}:*", escape_pattern(options.prefix));
     let deadline = Instant::now() + SCAN_TIMEOUT;
@@ -31,15 +31,14 @@ pub(super) async fn check(
     let mut largest_log = 0;
     for _ in 0..MAX_SCANS {
         let scan = ["SCAN", &cursor, "MATCH", &pattern, "COUNT", SCAN_COUNT];
-        let Ok(reply) = node.store.ask_node(node.address, &scan).await else { break };
+        let Ok(reply) = node.ask(&scan).await else { break };
         let Some((next, keys)) = parse_scan(reply) else {
             node.add_unknown(report, CHECK, "SCAN");
             return largest_log;
         };
         let ttls = keys.iter().map(|key| ["PTTL", key]);
         let requests: Vec<[&str; 2]> = ttls.chain(keys.iter().map(|key| ["ZCARD", key])).collect();
-        let requests: Vec<&[&str]> = requests.iter().map(|words| &words[..]).collect();
-        let Ok(mut replies) = node.store.ask_node_all(node.address, &requests).await else {
+        let Ok(mut replies) = node.ask_all(&requests).await else {
             break;
         };
         // Other types than sorted sets answer with an error.

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tidegate::StoreError;
 
-use super::{CheckOptions, Finding, NodeUnderTest, Report};
+use super::{CheckOptions, DoctorReport, Finding, NodeUnderTest};
 use crate::duration;
+use crate::tool::percentiles::nearest_rank;
 
 const CHECK: &str = "latency";
 /// Time limit for the probes of all nodes together. Each node gets an equal share.
@@ -18,7 +19,7 @@ const MAX_FIRST_PROBES: usize = 4;
 
 /// Latency percentiles in microseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Percentiles {
+pub(crate) struct LatencyPercentiles {
     pub(crate) p50: u64,
     pub(crate) p90: u64,
     pub(crate) p99: u64,
@@ -28,16 +29,14 @@ pub(crate) struct Percentiles {
     sorted: Vec<u64>,
 }
 
-impl Percentiles {
+impl LatencyPercentiles {
     fn new(mut samples: Vec<u64>) -> Option<Self> {
         samples.sort_unstable();
         let max = *samples.last()?;
-        // Nearest-rank method: the smallest sample that is not exceeded by `percent` of them.
-        let percentile = |percent: usize| samples[(samples.len() * percent).div_ceil(100) - 1];
         Some(Self {
-            p50: percentile(50),
-            p90: percentile(90),
-            p99: percentile(99),
+            p50: nearest_rank(&samples, 50)?,
+            p90: nearest_rank(&samples, 90)?,
+            p99: nearest_rank(&samples, 99)?,
             max,
             samples: samples.len(),
             sorted: samples,
@@ -49,7 +48,7 @@ pub(super) async fn check(
     node: &NodeUnderTest<'_>,
     options: &CheckOptions<'_>,
     nodes: usize,
-    report: &mut Report,
+    report: &mut DoctorReport,
 ) {
     match first_probe(node).await {
         Ok(()) => {
@@ -72,11 +71,11 @@ pub(super) async fn check(
             break;
         }
     }
-    let latency = Percentiles::new(samples);
+    let latency = LatencyPercentiles::new(samples);
     node.add(report, latency_finding(latency.as_ref(), failed, options.timeout));
     let mut all = report.latency_us.take().map_or_else(Vec::new, |latency| latency.sorted);
     all.extend(latency.map_or_else(Vec::new, |latency| latency.sorted));
-    report.latency_us = Percentiles::new(all);
+    report.latency_us = LatencyPercentiles::new(all);
 }
 
 /// Decides once, which is not measured. The first calls may have to load the script, which takes two
@@ -103,7 +102,7 @@ async fn script_finding(node: &NodeUnderTest<'_>, error: &StoreError) -> Finding
     }
     // A plain command has a longer timeout.
     let sent = Instant::now();
-    let reply = node.store.ask_node(node.address, &["TIME"]).await;
+    let reply = node.ask(&["TIME"]).await;
     let message = match reply {
         Ok(_) => {
             let round_trip = readable(duration::micros(sent.elapsed()));
@@ -117,8 +116,12 @@ async fn script_finding(node: &NodeUnderTest<'_>, error: &StoreError) -> Finding
 }
 
 /// Compares the measured latency with the timeout of decisions.
-fn latency_finding(latency: Option<&Percentiles>, failed: usize, timeout: Duration) -> Finding {
-    let Some(Percentiles { p50, p90, p99, max, samples, .. }) = latency else {
+fn latency_finding(
+    latency: Option<&LatencyPercentiles>,
+    failed: usize,
+    timeout: Duration,
+) -> Finding {
+    let Some(LatencyPercentiles { p50, p90, p99, max, samples, .. }) = latency else {
         return Finding::error(CHECK, format!("all {failed} probes failed within {timeout:?}"));
     };
     let message = format!(
@@ -153,7 +156,7 @@ mod tests {
     #[test]
     fn latency_is_compared_with_the_timeout() {
         let timeout = Duration::from_millis(100);
-        let slow_tail = |slow| Percentiles::new([vec![200; 100], vec![slow; 2]].concat());
+        let slow_tail = |slow| LatencyPercentiles::new([vec![200; 100], vec![slow; 2]].concat());
         for (latency, failed, level, says) in [
             (
                 slow_tail(50_000),
@@ -173,12 +176,12 @@ mod tests {
 
     #[test]
     fn percentiles_use_the_nearest_rank() {
-        assert_eq!(Percentiles::new(Vec::new()), None);
-        let one = Percentiles::new(vec![7]).expect("one");
+        assert_eq!(LatencyPercentiles::new(Vec::new()), None);
+        let one = LatencyPercentiles::new(vec![7]).expect("one");
         assert_eq!((one.p50, one.p90, one.p99, one.max, one.samples), (7, 7, 7, 7, 1));
-        let hundred = Percentiles::new((1..=100).rev().collect()).expect("some");
+        let hundred = LatencyPercentiles::new((1..=100).rev().collect()).expect("some");
         assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50, 90, 99, 100));
-        let two = Percentiles::new(vec![9, 1]).expect("two");
+        let two = LatencyPercentiles::new(vec![9, 1]).expect("two");
         assert_eq!((two.p50, two.p90, two.max), (1, 9, 9));
     }
 }

@@ -1,7 +1,6 @@
 //! Checks eviction, memory usage and persistence.
 
-use super::info::bytes;
-use super::{Finding, NodeUnderTest, Report};
+use super::{DoctorReport, Finding, NodeUnderTest};
 
 /// Share of `maxmemory`, or of the machine's memory, that causes a warning, in percent.
 const MAX_USED_PERCENT: u64 = 80;
@@ -10,7 +9,7 @@ const LARGE_LOG: u64 = 5_000;
 /// Requests of a sorted set that Redis frees per millisecond.
 const FREED_PER_MS: u64 = 6_000;
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
+pub(super) async fn check(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
     if node.info.is_empty() {
         node.add_unknown(report, "eviction-policy", "INFO");
         return;
@@ -20,7 +19,7 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
     check_persistence(node, report).await;
 }
 
-fn check_eviction(node: &NodeUnderTest<'_>, report: &mut Report) {
+fn check_eviction(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
     let Some(policy) = node.info.text("maxmemory_policy") else {
         return node.add_unknown(report, "eviction-policy", "INFO");
     };
@@ -42,7 +41,7 @@ fn check_eviction(node: &NodeUnderTest<'_>, report: &mut Report) {
     node.add(report, Finding::warning("eviction-policy", message).advice(advice));
 }
 
-fn check_usage(node: &NodeUnderTest<'_>, report: &mut Report) {
+fn check_usage(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
     let Some(used) = node.info.number("used_memory") else {
         return node.add_unknown(report, "memory", "INFO");
     };
@@ -80,7 +79,7 @@ fn check_usage(node: &NodeUnderTest<'_>, report: &mut Report) {
 pub(super) async fn check_lazy_freeing(
     node: &NodeUnderTest<'_>,
     largest_log: u64,
-    report: &mut Report,
+    report: &mut DoctorReport,
 ) {
     const CHECK: &str = "lazy-freeing";
     const OFF: &str = "lazyfree-lazy-expire is off";
@@ -115,7 +114,7 @@ pub(super) async fn check_lazy_freeing(
     node.add(report, finding);
 }
 
-async fn check_persistence(node: &NodeUnderTest<'_>, report: &mut Report) {
+async fn check_persistence(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
     let has_failed = |name| node.info.text(name).is_some_and(|status| status != "ok");
     if has_failed("rdb_last_bgsave_status") || has_failed("aof_last_write_status") {
         let message = "its last write to disk failed: by default it then rejects every write, so \
@@ -141,4 +140,26 @@ async fn check_persistence(node: &NodeUnderTest<'_>, report: &mut Report) {
             }
         },
     );
+}
+
+/// Formats a number of bytes in readable form.
+fn bytes(count: u64) -> String {
+    let mut size = (count, "B");
+    for unit in ["KiB", "MiB", "GiB", "TiB"] {
+        if size.0 < 10 * 1_024 {
+            break;
+        }
+        size = (size.0 / 1_024, unit);
+    }
+    format!("{} {}", size.0, size.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_readable() {
+        assert_eq!([0, 9_999, 20_480, 3 << 30].map(bytes), ["0 B", "9999 B", "20 KiB", "3072 MiB"]);
+    }
 }

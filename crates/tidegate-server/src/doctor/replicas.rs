@@ -4,11 +4,12 @@ use tidegate::StoreError;
 use tidegate::store::redis::Reply;
 
 use super::clock::Clocks;
-use super::info::{Info, Replica};
 use super::{
-    CheckOptions, Finding, NodeUnderTest, Report, Role, Topology, acl, cluster, connection,
+    CheckOptions, DoctorReport, Finding, NodeRole, NodeUnderTest, acl, cluster, connection,
     sentinels,
 };
+use crate::config::Topology;
+use crate::tool::redis_info::{Info, Replica};
 
 /// Maximum lag in seconds. A replica acknowledges once per second.
 const MAX_LAG: u64 = 10;
@@ -19,7 +20,7 @@ pub(super) async fn check(
     primary: &NodeUnderTest<'_>,
     options: &CheckOptions<'_>,
     clocks: &mut Clocks,
-    report: &mut Report,
+    report: &mut DoctorReport,
 ) {
     let addresses = if primary.info.is_empty() {
         primary.add_unknown(report, "replicas", "INFO");
@@ -58,7 +59,7 @@ async fn reported_replicas(primary: &NodeUnderTest<'_>, options: &CheckOptions<'
     }
 }
 
-fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Report) {
+fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut DoctorReport) {
     if replicas.is_empty() {
         let message = "no replica: while this server is down, on_store_failure applies, and after \
                        a restart without data all counters start from zero";
@@ -90,9 +91,9 @@ async fn check_replica(
     address: &str,
     prefix: &str,
     clocks: &mut Clocks,
-    report: &mut Report,
+    report: &mut DoctorReport,
 ) {
-    let node = report.node(address, Role::Replica);
+    let node = report.node(address, NodeRole::Replica);
     let info = match primary.store.ask_node(address, &["INFO"]).await {
         Ok(Reply::Text(text)) => Info::parse(&text),
         // The replica is reachable, but INFO is not permitted.
@@ -142,7 +143,11 @@ fn unreachable_finding(primary: &NodeUnderTest<'_>, prefix: &str, error: &StoreE
 
 /// Checks `min-replicas-to-write`: without it, an isolated primary keeps allowing requests next to
 /// the new one.
-async fn check_split_brain(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Report) {
+async fn check_split_brain(
+    primary: &NodeUnderTest<'_>,
+    replicas: &[Replica],
+    report: &mut DoctorReport,
+) {
     const CHECK: &str = "min-replicas-to-write";
     let Some(required) = primary.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok())
     else {

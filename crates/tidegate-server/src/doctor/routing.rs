@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tidegate::store::redis::Reply;
 
-use super::{Finding, NodeUnderTest, Report};
+use super::{DoctorReport, Finding, NodeUnderTest};
 
 const CHECK: &str = "routing";
 /// Number of keys, each with its own hash tag. Even with two servers, a proxy that spreads keys
@@ -33,32 +33,30 @@ struct Found {
     without_script: usize,
 }
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
+pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut DoctorReport) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = |index| format!("{prefix}:{{%doctor-{now}-{index}}}");
     let keys: Vec<String> = (0..KEYS).map(key).collect();
     let writes: Vec<[&str; 5]> = keys.iter().map(|key| ["SET", key, "1", "PX", TTL_MS]).collect();
-    let writes: Vec<&[&str]> = writes.iter().map(|words| &words[..]).collect();
-    let Ok(written) = node.store.ask_node_all(node.address, &writes).await else { return };
+    let Ok(written) = node.ask_all(&writes).await else { return };
     if written.iter().all(|reply| matches!(reply, Reply::Text(_))) {
         check_pairs(node, &keys, report).await;
     }
     let removals: Vec<[&str; 2]> = keys.iter().map(|key| ["UNLINK", key]).collect();
-    let removals: Vec<&[&str]> = removals.iter().map(|words| &words[..]).collect();
     // The keys expire in any case.
-    let _ = node.store.ask_node_all(node.address, &removals).await;
+    let _ = node.ask_all(&removals).await;
 }
 
 /// Reads each key with its neighbour, on the store's connection and on others.
-async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Report) {
+async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut DoctorReport) {
     let neighbours = keys.iter().zip(keys.iter().cycle().skip(1));
     let reads: Vec<[&str; 5]> =
         neighbours.map(|(one, other)| ["EVALSHA", SCRIPT_HASH, "2", one, other]).collect();
     let load = ["SCRIPT", "LOAD", SCRIPT];
     let commands: Vec<&[&str]> =
         std::iter::once(&load[..]).chain(reads.iter().map(|words| &words[..])).collect();
-    let Ok(replies) = node.store.ask_node_all(node.address, &commands).await else { return };
+    let Ok(replies) = node.ask_all(&commands).await else { return };
     let mut found = Found::of(&replies);
     for _ in 0..CONNECTIONS {
         if let Ok(replies) = node.store.ask_node_separately(node.address, &commands).await {

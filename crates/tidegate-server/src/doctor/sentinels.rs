@@ -1,22 +1,21 @@
 //! Checks whether the sentinels can agree on a failover.
 
-use tidegate::store::redis::NodeHealth;
+use tidegate::store::redis::{NodeHealth, Reply};
 
-use super::info::pairs;
-use super::{Finding, NodeUnderTest, Report, Role};
-use tidegate::store::redis::Reply;
+use super::{DoctorReport, Finding, NodeRole, NodeUnderTest};
+use crate::tool::redis_info::pairs;
 
 const CHECK: &str = "sentinels";
 
 pub(super) async fn check(
     primary: &NodeUnderTest<'_>,
     sentinels: &[&NodeHealth],
-    report: &mut Report,
+    report: &mut DoctorReport,
 ) {
     let address = primary.address;
     report.add(Finding::ok("topology", format!("the sentinels name {address} as the primary")));
     for sentinel in sentinels {
-        report.node(&sentinel.address, Role::Sentinel);
+        report.node(&sentinel.address, NodeRole::Sentinel);
         let finding =
             match primary.store.ask_node(&sentinel.address, &["SENTINEL", "MASTERS"]).await {
                 Ok(reply) => sentinel_finding(&reply, address),

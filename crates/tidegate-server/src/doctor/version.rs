@@ -1,13 +1,13 @@
 //! Checks the version and the role of a server, and its number of clients.
 
-use super::{Finding, NodeUnderTest, Report};
+use super::{DoctorReport, Finding, NodeUnderTest};
 
 /// Oldest supported version: the first one with `SET … PXAT`, which the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
 /// Share of `maxclients` that causes a warning, in percent.
 const MAX_CLIENTS_PERCENT: u64 = 80;
 
-pub(super) fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
+pub(super) fn check(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
     let info = &node.info;
     let (Some(server), Some(version)) = (info.server(), info.version()) else {
         let advice = "for more checks, connect as another user, or grant +info +config|get +scan \

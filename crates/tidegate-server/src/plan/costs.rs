@@ -18,7 +18,7 @@ pub(super) const BATCH: usize = 64;
 const TABLE: &str = include_str!("costs.txt");
 
 /// Costs of all forms.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Default, Clone, PartialEq)]
 pub(crate) struct Costs {
     /// CPU time of one call of an empty script in a pipeline.
     pub(crate) empty_script_micros: f64,
@@ -41,7 +41,7 @@ pub(crate) struct Row {
 }
 
 /// Cost of a key and of a decision.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
 pub(crate) struct Cost {
     /// MEMORY USAGE of the key.
     pub(crate) bytes: f64,
@@ -62,12 +62,7 @@ impl Costs {
     }
 
     fn parse(text: &str) -> anyhow::Result<Self> {
-        let mut costs = Self {
-            empty_script_micros: 0.0,
-            connection_cpu: 0.0,
-            keyspace_bytes: 0.0,
-            rows: Vec::new(),
-        };
+        let mut costs = Self::default();
         for (number, line) in text.lines().enumerate() {
             let line = line.split('#').next().unwrap_or_default();
             let words: Vec<&str> = line.split_whitespace().collect();
@@ -121,7 +116,7 @@ impl Costs {
         let rows: Vec<&Row> = self.rows.iter().filter(|row| row.form == form).collect();
         let after = rows.iter().position(|row| row.entries as f64 >= entries);
         let (low, high) = match (after, rows.as_slice()) {
-            (_, []) => return Cost::ZERO,
+            (_, []) => return Cost::default(),
             (_, [only]) => return only.cost,
             (Some(0), [first, ..]) => return first.cost,
             (Some(after), rows) => (rows[after - 1], rows[after]),
@@ -145,14 +140,6 @@ fn longer_times(form: Form, window: Duration) -> f64 {
 }
 
 impl Cost {
-    const ZERO: Self = Self {
-        bytes: 0.0,
-        single_cpu: 0.0,
-        batched_cpu: 0.0,
-        single_network: 0.0,
-        batched_network: 0.0,
-    };
-
     /// Returns the bytes on the network per decision.
     pub(super) fn network(&self, batch: f64) -> f64 {
         shared(self.single_network, self.batched_network, batch)
@@ -255,7 +242,7 @@ sliding-log packed 11 200 2 1 200 100
     #[test]
     fn decisions_share_the_cost_of_a_call() {
         let costs = Costs::parse(TEXT).expect("valid");
-        let cost = Cost { single_cpu: 64.0, batched_cpu: 1.0, ..Cost::ZERO };
+        let cost = Cost { single_cpu: 64.0, batched_cpu: 1.0, ..Cost::default() };
         for (batch, expected) in [(1.0, 192.0), (2.0, 96.0), (64.0, 3.0), (128.0, 1.5)] {
             let micros = costs.cpu_micros(&cost, batch);
             assert!((micros - expected).abs() < 1e-9, "{batch}: {micros}");

@@ -14,8 +14,9 @@ use tidegate::{Algorithm, Charge, Encoding, Limiter, Quota, RedisStore, StoreErr
 
 use super::costs::{BATCH, Cost, Costs, KEY_BYTES, Row};
 use super::{FORMS, Form};
-use crate::doctor::info::Info;
-use crate::simulate::progress::Progress;
+use crate::tool::percentiles::nearest_rank;
+use crate::tool::progress::ProgressBar;
+use crate::tool::redis_info::Info;
 
 /// Fills of a key that are measured. A sorted set changes its form above 128 members.
 const SORTED_SET_FILLS: [Fill; 5] =
@@ -49,7 +50,7 @@ const POLICY: &str = "per-user";
 const IDLE_INTERVAL: Duration = Duration::from_millis(300);
 
 /// Measurement on one Redis.
-pub(crate) struct Measurement {
+pub(crate) struct CostMeasurement {
     /// Sends each decision in a call of its own.
     single: Limiter<RedisStore>,
     /// Sends concurrent decisions in one call.
@@ -59,7 +60,7 @@ pub(crate) struct Measurement {
     keys_created: Cell<u64>,
     /// Keys in Redis that are not deleted yet.
     live_keys: RefCell<Vec<String>>,
-    progress: RefCell<Progress>,
+    progress: RefCell<ProgressBar>,
     /// Rows that are done, and all.
     rows: (Cell<usize>, usize),
 }
@@ -97,7 +98,7 @@ pub(crate) struct Measured {
     pub(crate) background_cores: f64,
 }
 
-impl Measurement {
+impl CostMeasurement {
     /// Connects to Redis, to measure with this many decisions per series.
     ///
     /// # Errors
@@ -114,7 +115,7 @@ impl Measurement {
             samples: samples.next_multiple_of(BATCH),
             keys_created: Cell::new(0),
             live_keys: RefCell::default(),
-            progress: RefCell::new(Progress::start()),
+            progress: RefCell::new(ProgressBar::start()),
             rows: (Cell::new(0), rows),
         })
     }
@@ -138,7 +139,7 @@ impl Measurement {
         }
         let keyspace_bytes = self.keyspace_bytes(FORMS[0]).await?;
         // Other processes can only make them slower.
-        let empty_script_micros = quantile(empty_micros, 0.25);
+        let empty_script_micros = percentile(empty_micros, 25);
         ensure!(empty_script_micros > 0.0, "INFO reports no CPU time");
         let costs = Costs { empty_script_micros, connection_cpu, keyspace_bytes, rows };
         Ok(Measured { costs, background_cores })
@@ -224,7 +225,7 @@ impl Measurement {
                 empty_micros.push(after);
                 before = after;
             }
-            *cost = (quantile(ratios, 0.5), quantile(networks, 0.5));
+            *cost = (percentile(ratios, 50), percentile(networks, 50));
             self.clean_up().await?;
         }
         let [(single_cpu, single_network), (batched_cpu, batched_network)] = costs;
@@ -343,13 +344,13 @@ impl Measurement {
 
 /// Script that does nothing, on the first primary.
 struct EmptyScript<'m> {
-    measurement: &'m Measurement,
+    measurement: &'m CostMeasurement,
     node: String,
     hash: String,
 }
 
 impl<'m> EmptyScript<'m> {
-    async fn load(measurement: &'m Measurement) -> anyhow::Result<Self> {
+    async fn load(measurement: &'m CostMeasurement) -> anyhow::Result<Self> {
         let node = measurement.primaries().into_iter().next().context("Redis has no primary")?;
         let load = ["SCRIPT", "LOAD", "return 0"];
         match measurement.store().ask_node(&node, &load).await? {
@@ -383,15 +384,9 @@ fn fills_of(form: Form) -> &'static [Fill] {
     }
 }
 
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "a position in the list"
-)]
-fn quantile(mut numbers: Vec<f64>, part: f64) -> f64 {
+fn percentile(mut numbers: Vec<f64>, percent: usize) -> f64 {
     numbers.sort_by(f64::total_cmp);
-    let position = (as_number(numbers.len()) * part) as usize;
-    numbers.get(position).copied().unwrap_or_default()
+    nearest_rank(&numbers, percent).unwrap_or_default()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "an estimate")]

@@ -5,8 +5,9 @@ use std::io::{self, Write};
 use tidegate::internals::duration::readable;
 
 use super::{Form, Need, Plan};
-use crate::cli::style;
-use crate::simulate::{Table, grouped};
+use crate::tool::style;
+use crate::tool::table::TextTable;
+use crate::tool::text::{float, grouped, scaled, three_digits};
 
 const TEXTS: [&str; 2] = ["algorithm", "encoding"];
 const NUMBERS: [&str; 11] = [
@@ -35,7 +36,7 @@ impl Plan {
             readable(demand.window),
             amount(demand.rps)
         )?;
-        let mut table = Table::new(&TEXTS, &NUMBERS);
+        let mut table = TextTable::new(&TEXTS, &NUMBERS);
         for need in &self.forms {
             table.add(row(need));
         }
@@ -91,7 +92,7 @@ impl Plan {
         let demand = &self.demand;
         let users = demand.active_users();
         let bounded_by_requests =
-            self.forms.iter().filter(|need| (whole(need.keys)) < users.floor()).count();
+            self.forms.iter().filter(|need| float(need.keys) < users.floor()).count();
         let expired = percent(self.expired_keys);
         let requests = format!(
             "as many as requests within their lifetime, and {expired} that have expired but are \
@@ -115,9 +116,9 @@ fn row(need: &Need) -> [String; 13] {
     [
         need.form.algorithm.to_string(),
         need.form.encoding_str().to_owned(),
-        amount(whole(need.keys)),
-        amount(whole(need.bytes_per_key)),
-        amount(whole(need.bytes_per_full_key)),
+        amount(float(need.keys)),
+        amount(float(need.bytes_per_key)),
+        amount(float(need.bytes_per_full_key)),
         size(need.memory_bytes),
         size(need.full_memory_bytes),
         format!("{} µs", three_digits(need.cpu_micros)),
@@ -137,11 +138,6 @@ fn counted(count: u64, noun: &str) -> String {
     format!("{} {noun}{}", grouped(count), if count == 1 { "" } else { "s" })
 }
 
-#[expect(clippy::cast_precision_loss, reason = "for people")]
-fn whole(number: u64) -> f64 {
-    number as f64
-}
-
 /// Formats a number with a unit, which is a thousand of the previous one.
 fn amount(number: f64) -> String {
     scaled(number, 1e3, &["", "k", "M", "B", "T"])
@@ -149,29 +145,7 @@ fn amount(number: f64) -> String {
 
 fn size(bytes: u64) -> String {
     let units = [" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"];
-    scaled(whole(bytes), 1_024.0, &units)
-}
-
-/// Formats a number by the largest of these units that fits, with three digits.
-fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
-    let mut unit = 0;
-    // Half a digit less, so that no number is rounded up to a step.
-    while number >= step - 0.5 && unit + 1 < units.len() {
-        number /= step;
-        unit += 1;
-    }
-    if unit == 0 && number.fract() == 0.0 {
-        return format!("{number}{}", units[0]);
-    }
-    three_digits(number) + units[unit]
-}
-
-fn three_digits(number: f64) -> String {
-    match number {
-        number if number >= 99.95 => format!("{number:.0}"),
-        number if number >= 9.995 => format!("{number:.1}"),
-        number => format!("{number:.2}"),
-    }
+    scaled(float(bytes), 1_024.0, &units)
 }
 
 /// Formats a share in percent, with as many digits as it needs.

@@ -7,11 +7,9 @@ use std::time::Duration;
 use anyhow::ensure;
 use tidegate::Attributes;
 
-use self::random::{Random, Zipf};
 use super::TrafficRequest;
 use crate::duration;
-
-pub(crate) mod random;
+use crate::tool::random::{MAX_KEYS, MAX_ZIPF, Random, Zipf};
 
 /// Time of the first request, 2026-01-01 00:00 UTC: the start of a window of every usual length.
 const START: u64 = 1_767_225_600_000_000;
@@ -26,9 +24,7 @@ const DIURNAL_SWING: f64 = 0.8;
 
 const MAX_REQUESTS: f64 = 1e10;
 const MAX_RATE: f64 = 1e8;
-pub(crate) const MAX_KEYS: u64 = 100_000_000;
 const MAX_DURATION: Duration = Duration::from_secs(366 * 86_400);
-pub(crate) const MAX_ZIPF: f64 = 10.0;
 
 /// Shape of the traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

@@ -12,13 +12,11 @@ use super::run::Run;
 use super::series::Series;
 use super::tally::{HEAVIEST_KEYS, PolicyTally};
 use super::what_if::Comparison;
-use crate::cli::style;
 use crate::duration;
 use crate::gateway::access_log::time::UtcTime;
-
-mod table;
-
-pub(crate) use table::{Table, grouped};
+use crate::tool::style;
+use crate::tool::table::TextTable;
+use crate::tool::text::grouped;
 
 /// Maximum number of policies whose heaviest keys the tables show; JSON has all.
 const MAX_KEY_TABLES: usize = 5;
@@ -149,8 +147,8 @@ impl Report {
     }
 
     /// Returns the table of all policies.
-    fn policies(&self) -> Table {
-        let mut table = Table::new(
+    fn policies(&self) -> TextTable {
+        let mut table = TextTable::new(
             &["", "policy", "algorithm", "limit"],
             &[
                 "requests",
@@ -213,7 +211,7 @@ impl Report {
                 let names = names.chain(others.iter().map(|(name, _)| *name));
                 numbers.extend(names.map(|name| format!("denied: {name}")));
             }
-            let mut table = Table::new(&["key"], &numbers);
+            let mut table = TextTable::new(&["key"], &numbers);
             for heavy in tally.heaviest_keys() {
                 let mut row = vec![shown(&heavy.shown), grouped(heavy.requests)];
                 if others.is_empty() {
@@ -254,7 +252,7 @@ impl Report {
             let count = grouped(comparison.other_errors);
             writeln!(output, "{count} requests can be decided with only one of them")?;
         }
-        let mut table = Table::new(&["policy", "key", "first", "last"], &["newly denied"]);
+        let mut table = TextTable::new(&["policy", "key", "first", "last"], &["newly denied"]);
         for (policy, key, denials) in comparison.heaviest_keys(HEAVIEST_KEYS) {
             table.add([
                 policy.to_owned(),

@@ -12,6 +12,7 @@ use super::report::{Report, limit, utc};
 use super::series::{Bin, Series};
 use super::tally::PolicyTally;
 use crate::duration;
+use crate::tool::text::grouped;
 
 const WIDTH: f64 = 860.0;
 const LEFT: f64 = 64.0;
@@ -101,7 +102,7 @@ pub(crate) fn draw(report: &Report) -> String {
     let panels = panels(report, span);
     let height = HEADER + PANEL * panels.len() as f64;
     let mut svg = String::new();
-    let title = format!("{} requests", super::report::grouped(report.traffic.requests));
+    let title = format!("{} requests", grouped(report.traffic.requests));
     let (first, last) = report.traffic.times.unwrap_or_default();
     let period = format!("{title}, {} to {}", utc(first), utc(last));
     // Writing to a string never fails.
@@ -209,10 +210,10 @@ impl Panel<'_> {
         text(svg, LEFT, top + 16.0, "title", title);
         let counts = format!(
             "{} admitted, {} denied, {} above and {} below the exact log",
-            super::report::grouped(tally.admitted),
-            super::report::grouped(tally.denied),
-            super::report::grouped(tally.over),
-            super::report::grouped(tally.under)
+            grouped(tally.admitted),
+            grouped(tally.denied),
+            grouped(tally.over),
+            grouped(tally.under)
         );
         text(svg, LEFT, top + 32.0, "muted", &counts);
         let bins = series.bins();

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
-use super::events::Event;
+use super::events::ServerEvent;
 
 /// Maximum number of samples whose policies are kept.
 const MAX_RECENT: usize = 60;
@@ -14,13 +14,13 @@ const MAX_TREND: usize = 900;
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct Status {
+pub(super) struct ServiceStatus {
     pub(super) version: String,
     pub(super) uptime_ms: u64,
     pub(super) now_ms: u64,
     pub(super) store: Store,
     pub(super) reload: Reload,
-    pub(super) upstreams: Option<Vec<Upstream>>,
+    pub(super) upstreams: Option<Vec<UpstreamRow>>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -28,9 +28,9 @@ pub(super) struct Status {
 pub(super) struct Store {
     pub(super) kind: String,
     pub(super) up: bool,
-    pub(super) health: Option<StoreHealth>,
+    pub(super) health: Option<StoreAvailability>,
     #[serde(deserialize_with = "or_default")]
-    pub(super) nodes: Vec<Node>,
+    pub(super) nodes: Vec<NodeRow>,
     pub(super) fallback: Option<Fallback>,
     pub(super) memory: Option<Memory>,
     pub(super) deny_cache_entries: Option<u64>,
@@ -38,7 +38,7 @@ pub(super) struct Store {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct StoreHealth {
+pub(super) struct StoreAvailability {
     pub(super) state: String,
     pub(super) primaries: u64,
     pub(super) primaries_unavailable: u64,
@@ -47,12 +47,12 @@ pub(super) struct StoreHealth {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct Node {
+pub(super) struct NodeRow {
     pub(super) address: String,
     pub(super) connected: bool,
     pub(super) circuit: Option<String>,
     pub(super) last_error: Option<String>,
-    pub(super) latency_ms: Option<Percentiles>,
+    pub(super) latency_ms: Option<ReportedPercentiles>,
     pub(super) in_flight: Option<u64>,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct Memory {
 pub(super) struct Reload {
     pub(super) at_ms: Option<u64>,
     pub(super) ok: Option<bool>,
-    pub(super) error: Option<ReloadError>,
+    pub(super) error: Option<FailedReload>,
     pub(super) config_loaded_at_ms: Option<u64>,
     pub(super) config_file: Option<String>,
     pub(super) restart_pending: Vec<String>,
@@ -86,7 +86,7 @@ pub(super) struct Reload {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct ReloadError {
+pub(super) struct FailedReload {
     pub(super) message: String,
     pub(super) file: Option<String>,
     pub(super) line: Option<u64>,
@@ -95,24 +95,25 @@ pub(super) struct ReloadError {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct Upstream {
+pub(super) struct UpstreamRow {
     pub(super) url: String,
     pub(super) up: bool,
     pub(super) ejected: bool,
 }
 
-#[derive(Debug, Default, Clone, Copy, PartialEq, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub(super) struct Percentiles {
+pub(super) struct ReportedPercentiles {
     pub(super) p50: Option<f64>,
     pub(super) p90: Option<f64>,
     pub(super) p99: Option<f64>,
 }
 
 /// Rates of one second, or means of several.
-#[derive(Debug, Default, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Default, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub(super) struct Sample {
+pub(super) struct RateSample {
+    #[serde(skip_serializing)]
     pub(super) at_ms: u64,
     pub(super) allowed: f64,
     pub(super) denied: f64,
@@ -121,11 +122,11 @@ pub(super) struct Sample {
     /// Decisions per second of each policy: allowed, denied, shadow-denied.
     pub(super) policies: BTreeMap<String, [f64; 3]>,
     pub(super) sources: BTreeMap<String, f64>,
-    pub(super) latency_ms: Option<Percentiles>,
-    pub(super) store_latency_ms: Option<Percentiles>,
+    pub(super) latency_ms: Option<ReportedPercentiles>,
+    pub(super) store_latency_ms: Option<ReportedPercentiles>,
 }
 
-impl Sample {
+impl RateSample {
     fn requests(&self) -> f64 {
         self.allowed + self.denied + self.shadow_denied + self.errors
     }
@@ -133,15 +134,15 @@ impl Sample {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct HotKeys {
-    pub(super) allowed: Vec<HotKey>,
-    pub(super) denied: Vec<HotKey>,
-    pub(super) shadow_denied: Vec<HotKey>,
+pub(super) struct HotKeyLists {
+    pub(super) allowed: Vec<HotKeyRow>,
+    pub(super) denied: Vec<HotKeyRow>,
+    pub(super) shadow_denied: Vec<HotKeyRow>,
 }
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct HotKey {
+pub(super) struct HotKeyRow {
     pub(super) policy: String,
     pub(super) key: String,
     pub(super) count: u64,
@@ -186,9 +187,9 @@ pub(super) struct View {
     /// Status as it was sent, for `--json`.
     status_json: Option<Value>,
     hot_keys_json: Option<Value>,
-    pub(super) status: Status,
-    pub(super) hot_keys: HotKeys,
-    recent: VecDeque<Sample>,
+    pub(super) status: ServiceStatus,
+    pub(super) hot_keys: HotKeyLists,
+    recent: VecDeque<RateSample>,
     /// Requests per second, one entry per sample.
     trend: VecDeque<f64>,
     /// Error of the connection, until the next event.
@@ -206,16 +207,16 @@ impl View {
     }
 
     /// Applies an event. Events with an unknown name are ignored.
-    pub(super) fn apply(&mut self, event: &Event) -> serde_json::Result<()> {
+    pub(super) fn apply(&mut self, event: &ServerEvent) -> serde_json::Result<()> {
         #[derive(Default, Deserialize)]
         #[serde(default)]
-        struct History {
-            samples: Vec<Sample>,
+        struct SampleHistory {
+            samples: Vec<RateSample>,
         }
         self.lost = None;
         match event.name.as_str() {
             "history" => {
-                let history: History = serde_json::from_str(&event.data)?;
+                let history: SampleHistory = serde_json::from_str(&event.data)?;
                 self.recent.clear();
                 self.trend.clear();
                 history.samples.into_iter().for_each(|sample| self.add(sample));
@@ -223,12 +224,12 @@ impl View {
             "sample" => self.add(serde_json::from_str(&event.data)?),
             "status" => {
                 let status: Value = serde_json::from_str(&event.data)?;
-                self.status = Status::deserialize(&status)?;
+                self.status = ServiceStatus::deserialize(&status)?;
                 self.status_json = Some(status);
             }
             "hot-keys" => {
                 let hot_keys: Value = serde_json::from_str(&event.data)?;
-                self.hot_keys = HotKeys::deserialize(&hot_keys)?;
+                self.hot_keys = HotKeyLists::deserialize(&hot_keys)?;
                 self.hot_keys_json = Some(hot_keys);
             }
             _ => {}
@@ -236,7 +237,7 @@ impl View {
         Ok(())
     }
 
-    fn add(&mut self, sample: Sample) {
+    fn add(&mut self, sample: RateSample) {
         // After a reconnection, the history has the samples of before.
         self.trend.push_back(sample.requests());
         self.recent.push_back(sample);
@@ -259,10 +260,10 @@ impl View {
     }
 
     /// Returns the mean rates of the last samples, and the last known latencies of them.
-    pub(super) fn mean(&self, samples: usize) -> Sample {
+    pub(super) fn mean(&self, samples: usize) -> RateSample {
         let count = samples.clamp(1, self.recent.len().max(1));
-        let last: Vec<&Sample> = self.recent.iter().rev().take(count).collect();
-        let mut mean = Sample { at_ms: self.now_ms(), ..Sample::default() };
+        let last: Vec<&RateSample> = self.recent.iter().rev().take(count).collect();
+        let mut mean = RateSample { at_ms: self.now_ms(), ..RateSample::default() };
         #[expect(clippy::cast_precision_loss, reason = "at most 60")]
         let part = 1.0 / count as f64;
         for sample in &last {
@@ -297,23 +298,10 @@ impl View {
 
     /// Returns one JSON object with everything.
     pub(super) fn to_json(&self, samples: usize) -> Value {
-        let mean = self.mean(samples);
-        let percentiles = |latency: Option<Percentiles>| {
-            latency.map(|all| json!({"p50": all.p50, "p90": all.p90, "p99": all.p99}))
-        };
         json!({
             "at_ms": self.now_ms(),
             "status": self.status_json,
-            "rates": {
-                "allowed": mean.allowed,
-                "denied": mean.denied,
-                "shadow_denied": mean.shadow_denied,
-                "errors": mean.errors,
-                "policies": mean.policies,
-                "sources": mean.sources,
-                "latency_ms": percentiles(mean.latency_ms),
-                "store_latency_ms": percentiles(mean.store_latency_ms),
-            },
+            "rates": self.mean(samples),
             "hot_keys": self.hot_keys_json,
         })
     }
@@ -324,7 +312,7 @@ mod tests {
     use super::*;
 
     fn apply(view: &mut View, name: &str, data: &Value) {
-        let event = Event { name: name.to_owned(), data: data.to_string() };
+        let event = ServerEvent { name: name.to_owned(), data: data.to_string() };
         view.apply(&event).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 
@@ -363,7 +351,7 @@ mod tests {
     fn wrong_data_is_an_error() {
         let mut view = View::new("h:1");
         for (name, data) in [("status", "7"), ("history", "{"), ("sample", "{\"allowed\":\"x\"}")] {
-            let event = Event { name: name.to_owned(), data: data.to_owned() };
+            let event = ServerEvent { name: name.to_owned(), data: data.to_owned() };
             assert!(view.apply(&event).is_err(), "{name}");
         }
         assert!(!view.is_complete());

@@ -4,11 +4,12 @@ use std::fmt::Write as _;
 
 use clap::builder::styling::Style;
 
-use super::data::{Percentiles, Sample, View};
-use super::line::{DIM, Line, PLAIN};
+use super::data::{RateSample, ReportedPercentiles, View};
+use super::line::{DIM, PLAIN, ScreenLine};
 use super::sections;
 use super::text;
-use crate::cli::style;
+use crate::tool::style;
+use crate::tool::text::grouped;
 
 /// Size of what is drawn.
 #[derive(Debug, Clone, Copy)]
@@ -26,15 +27,15 @@ pub(super) fn screen(
     view: &View,
     samples: usize,
     size: Size,
-    body: Option<&[Line]>,
-    footer: Line,
-) -> Vec<Line> {
+    body: Option<&[ScreenLine]>,
+    footer: ScreenLine,
+) -> Vec<ScreenLine> {
     let mean = view.mean(samples);
     let is_tall = size.rows >= TALL_ROWS;
     let mut lines = head(view, &mean, size.columns, is_tall);
     if is_tall {
         lines.extend(trend(view, size.columns));
-        lines.push(Line::default());
+        lines.push(ScreenLine::default());
     }
     let left = size.rows.saturating_sub(lines.len() + 1);
     match body {
@@ -43,25 +44,25 @@ pub(super) fn screen(
     }
     lines.truncate(size.rows.saturating_sub(1));
     while lines.len() + 1 < size.rows {
-        lines.push(Line::default());
+        lines.push(ScreenLine::default());
     }
     lines.push(footer);
     lines
 }
 
 /// Returns the lines for a pipe.
-pub(super) fn block(view: &View, samples: usize, columns: usize) -> Vec<Line> {
+pub(super) fn block(view: &View, samples: usize, columns: usize) -> Vec<ScreenLine> {
     let mean = view.mean(samples);
     let mut lines = head(view, &mean, columns, true);
     lines.extend(sections::all(view, &mean, columns));
     lines
 }
 
-fn head(view: &View, mean: &Sample, columns: usize, is_tall: bool) -> Vec<Line> {
+fn head(view: &View, mean: &RateSample, columns: usize, is_tall: bool) -> Vec<ScreenLine> {
     let mut lines = vec![title(view, columns)];
     if let Some(error) = &view.lost {
         let message = format!("connection lost, retrying: {error}");
-        lines.push(Line::default().with(style::ERROR, &message));
+        lines.push(ScreenLine::default().with(style::ERROR, &message));
     }
     lines.push(store(view, columns));
     let last = &view.status.reload;
@@ -77,17 +78,17 @@ fn head(view: &View, mean: &Sample, columns: usize, is_tall: bool) -> Vec<Line> 
     lines
 }
 
-fn title(view: &View, columns: usize) -> Line {
+fn title(view: &View, columns: usize) -> ScreenLine {
     let status = &view.status;
     let items = [
         (PLAIN, view.authority.clone()),
         (PLAIN, format!("up {}", text::duration(view.uptime_ms()))),
         (DIM, text::time_of_day(view.now_ms())),
     ];
-    Line::labelled(&format!("tidegate {}", status.version)).items(&items, columns)
+    ScreenLine::labelled(&format!("tidegate {}", status.version)).items(&items, columns)
 }
 
-fn store(view: &View, columns: usize) -> Line {
+fn store(view: &View, columns: usize) -> ScreenLine {
     let store = &view.status.store;
     let part = store.health.as_ref().filter(|health| health.state == "partly-down");
     let (state_style, state) = match (store.up, part) {
@@ -112,7 +113,7 @@ fn store(view: &View, columns: usize) -> Line {
         });
         let debits = fallback.pending_debit_units;
         let debits_style = if debits > 0 { style::WARNING } else { PLAIN };
-        items.push((debits_style, format!("{} units to settle", text::count(debits))));
+        items.push((debits_style, format!("{} units to settle", grouped(debits))));
         let instances = fallback.instances;
         let plural = if instances == 1 { "" } else { "s" };
         items.push((PLAIN, format!("{instances} instance{plural}")));
@@ -124,16 +125,16 @@ fn store(view: &View, columns: usize) -> Line {
             (false, true) => (style::WARNING, ""),
             (false, false) => (PLAIN, ""),
         };
-        let (keys, max) = (text::count(memory.keys), text::count(memory.max_keys));
+        let (keys, max) = (grouped(memory.keys), grouped(memory.max_keys));
         items.push((memory_style, format!("{keys} of {max} keys{full}")));
     }
     if let Some(entries) = store.deny_cache_entries {
-        items.push((PLAIN, format!("{} in the deny cache", text::count(entries))));
+        items.push((PLAIN, format!("{} in the deny cache", grouped(entries))));
     }
-    Line::labelled("store   ").items(&items, columns)
+    ScreenLine::labelled("store   ").items(&items, columns)
 }
 
-fn reload(view: &View, columns: usize) -> Line {
+fn reload(view: &View, columns: usize) -> ScreenLine {
     let reload = &view.status.reload;
     let ago = |at_ms: u64| text::duration(view.now_ms().saturating_sub(at_ms));
     if reload.ok == Some(false) {
@@ -152,7 +153,7 @@ fn reload(view: &View, columns: usize) -> Line {
             }
             message.push_str(&error.message);
         }
-        return Line::labelled("config    ").with(style::ERROR, &message);
+        return ScreenLine::labelled("config    ").with(style::ERROR, &message);
     }
     let mut items = Vec::new();
     if !reload.restart_pending.is_empty() {
@@ -163,10 +164,10 @@ fn reload(view: &View, columns: usize) -> Line {
     if let Some(at_ms) = reload.config_loaded_at_ms.or(reload.at_ms) {
         items.push((PLAIN, format!("loaded {} ago", ago(at_ms))));
     }
-    Line::labelled("config  ").items(&items, columns)
+    ScreenLine::labelled("config  ").items(&items, columns)
 }
 
-fn requests(mean: &Sample, columns: usize) -> Line {
+fn requests(mean: &RateSample, columns: usize) -> ScreenLine {
     let item = |style: Style, rate: f64, name: &str| {
         let style = if rate > 0.0 { style } else { PLAIN };
         (style, format!("{} {name}", text::rate(rate)))
@@ -177,26 +178,26 @@ fn requests(mean: &Sample, columns: usize) -> Line {
         item(style::WARNING, mean.shadow_denied, "shadow/s"),
         item(style::ERROR, mean.errors, "errors/s"),
     ];
-    Line::labelled("requests").items(&items, columns)
+    ScreenLine::labelled("requests").items(&items, columns)
 }
 
-fn latency(mean: &Sample, columns: usize) -> Line {
-    let mut items = percentiles("", mean.latency_ms);
-    if mean.store_latency_ms.is_some() {
-        items.extend(percentiles("store ", mean.store_latency_ms));
-    }
-    Line::labelled("latency ").items(&items, columns)
+fn latency(mean: &RateSample, columns: usize) -> ScreenLine {
+    let mut items = match mean.latency_ms {
+        Some(latency) => percentiles("", latency),
+        None => vec![(DIM, "no decisions".to_owned())],
+    };
+    items.extend(mean.store_latency_ms.into_iter().flat_map(|it| percentiles("store ", it)));
+    ScreenLine::labelled("latency ").items(&items, columns)
 }
 
 /// Returns the percentiles that are known.
-fn percentiles(prefix: &str, latency: Option<Percentiles>) -> Vec<(Style, String)> {
-    let Some(latency) = latency else { return vec![(DIM, "no decisions".to_owned())] };
+pub(super) fn percentiles(prefix: &str, latency: ReportedPercentiles) -> Vec<(Style, String)> {
     let named = [("p50", latency.p50), ("p99", latency.p99)];
     let known = named.into_iter().filter_map(|(name, value)| Some((name, value?)));
     known.map(|(name, value)| (PLAIN, format!("{prefix}{name} {}", text::latency(value)))).collect()
 }
 
-fn sources(mean: &Sample, columns: usize) -> Line {
+fn sources(mean: &RateSample, columns: usize) -> ScreenLine {
     let sum: f64 = mean.sources.values().sum();
     let mut sources: Vec<_> = mean.sources.iter().filter(|(_, rate)| **rate > 0.0).collect();
     sources.sort_by(|(_, one), (_, other)| other.total_cmp(one));
@@ -204,11 +205,11 @@ fn sources(mean: &Sample, columns: usize) -> Line {
         .into_iter()
         .map(|(name, rate)| (PLAIN, format!("{name} {:.0} %", rate / sum * 100.0)))
         .collect();
-    Line::labelled("sources ").items(&items, columns)
+    ScreenLine::labelled("sources ").items(&items, columns)
 }
 
 /// Returns the requests per second of the last 15 minutes as bars.
-fn trend(view: &View, columns: usize) -> Option<Line> {
+fn trend(view: &View, columns: usize) -> Option<ScreenLine> {
     let label = "trend     ";
     let trend = view.trend(columns.saturating_sub(text::width(label)));
     let max = trend.iter().copied().fold(0.0, f64::max);
@@ -221,7 +222,7 @@ fn trend(view: &View, columns: usize) -> Option<Line> {
         BARS[level]
     };
     let bars: String = trend.iter().map(bar).collect();
-    Some(Line::labelled(label).with(style::NOTE, &bars))
+    Some(ScreenLine::labelled(label).with(style::NOTE, &bars))
 }
 
 #[cfg(test)]

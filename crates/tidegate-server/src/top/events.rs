@@ -7,7 +7,7 @@ const MAX_EVENT_BYTES: usize = 32 << 20;
 
 /// One server-sent event.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Event {
+pub(super) struct ServerEvent {
     pub(super) name: String,
     pub(super) data: String,
 }
@@ -23,7 +23,7 @@ pub(super) struct EventReader {
 
 impl EventReader {
     /// Adds bytes of the stream, and returns the events that they complete.
-    pub(super) fn push(&mut self, bytes: &[u8]) -> anyhow::Result<Vec<Event>> {
+    pub(super) fn push(&mut self, bytes: &[u8]) -> anyhow::Result<Vec<ServerEvent>> {
         self.rest.extend_from_slice(bytes);
         ensure!(
             self.rest.len() + self.data.len() <= MAX_EVENT_BYTES,
@@ -40,9 +40,9 @@ impl EventReader {
         Ok(events)
     }
 
-    fn line(&mut self, line: &str) -> Option<Event> {
+    fn line(&mut self, line: &str) -> Option<ServerEvent> {
         if line.is_empty() {
-            let event = Event {
+            let event = ServerEvent {
                 name: std::mem::take(&mut self.name),
                 data: std::mem::take(&mut self.data),
             };
@@ -73,7 +73,7 @@ mod tests {
     fn events_are_read_from_parts_of_any_size() {
         let stream = ": hello\n\nevent: status\ndata: {\"a\":1}\n\nevent:sample\r\ndata:1\r\n\
                       data: 2\r\nid: 7\r\n\r\nevent: empty\n\ndata: é\n\ndata: not complete\n";
-        let event = |name: &str, data: &str| Event { name: name.into(), data: data.into() };
+        let event = |name: &str, data: &str| ServerEvent { name: name.into(), data: data.into() };
         let expected = [event("status", "{\"a\":1}"), event("sample", "1\n2"), event("", "é")];
         for size in [1, 2, 7, stream.len()] {
             let mut reader = EventReader::default();

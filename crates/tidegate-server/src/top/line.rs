@@ -1,23 +1,24 @@
-//! [`Line`]: a line of the view, in styled parts.
+//! [`ScreenLine`]: a line of the view, in styled parts.
 
 use std::fmt::Write as _;
 
 use clap::builder::styling::Style;
 
 use super::text;
-use crate::cli::style;
+use crate::tool::style;
+use crate::tool::text::printable;
 
 pub(super) const PLAIN: Style = Style::new();
 pub(super) const DIM: Style = Style::new().dimmed();
 
 /// One line, which is at most as wide as the terminal. All its texts are printable.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Line {
+pub(super) struct ScreenLine {
     parts: Vec<(Style, String)>,
     width: usize,
 }
 
-impl Line {
+impl ScreenLine {
     /// Creates a line with a label in front.
     pub(super) fn labelled(label: &str) -> Self {
         Self::default().with(style::HEADING, label)
@@ -25,8 +26,7 @@ impl Line {
 
     /// Appends a text, whose characters that control a terminal become escapes.
     pub(super) fn with(mut self, style: Style, text: &str) -> Self {
-        let mut printable = String::with_capacity(text.len());
-        text::push_printable(&mut printable, text);
+        let printable = printable(text);
         self.width += text::width(&printable);
         self.parts.push((style, printable));
         self
@@ -43,9 +43,7 @@ impl Line {
     }
 
     fn padded(self, style: Style, text: &str, width: usize, is_right: bool) -> Self {
-        let mut printable = String::new();
-        text::push_printable(&mut printable, text);
-        let cut = text::cut(&printable, width);
+        let cut = text::cut(&printable(text), width);
         let padding = " ".repeat(width - text::width(&cut).min(width));
         let padded = if is_right { padding + &cut } else { cut + &padding };
         self.with(style, &padded)
@@ -90,7 +88,8 @@ mod tests {
 
     #[test]
     fn lines_are_cut_to_the_terminal_and_have_no_escape_of_a_client() {
-        let line = Line::labelled("key ").with(style::DENIED, "\x1b[2J日本語").with(PLAIN, "xyz");
+        let line =
+            ScreenLine::labelled("key ").with(style::DENIED, "\x1b[2J日本語").with(PLAIN, "xyz");
         let mut output = String::new();
         line.write(&mut output, 16, true);
         assert_eq!(output, "\x1b[1mkey \x1b[0m\x1b[1m\x1b[31m\\u{1b}[2J日…\x1b[0m");
@@ -102,13 +101,16 @@ mod tests {
     #[test]
     fn items_that_do_not_fit_are_left_out() {
         let items = ["store up", "a very long item", "x"].map(|text| (PLAIN, text.to_owned()));
-        assert_eq!(Line::labelled("s").items(&items, 20).to_text(), "s  store up  x");
+        assert_eq!(ScreenLine::labelled("s").items(&items, 20).to_text(), "s  store up  x");
     }
 
     #[test]
     fn columns_have_their_width() {
-        let line = Line::default().column(PLAIN, "per-user", 6).number(PLAIN, "12", 5);
+        let line = ScreenLine::default().column(PLAIN, "per-user", 6).number(PLAIN, "12", 5);
         assert_eq!(line.to_text(), "per-u…   12");
-        assert_eq!(Line::default().column(PLAIN, "日本語", 4).with(PLAIN, "|").to_text(), "日… |");
+        assert_eq!(
+            ScreenLine::default().column(PLAIN, "日本語", 4).with(PLAIN, "|").to_text(),
+            "日… |"
+        );
     }
 }

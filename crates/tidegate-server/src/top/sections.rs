@@ -2,10 +2,12 @@
 
 use clap::builder::styling::Style;
 
-use super::data::{HotKey, Lookup, LookupResult, Node, Sample, Upstream, View};
-use super::line::{DIM, Line, PLAIN};
+use super::data::{HotKeyRow, Lookup, LookupResult, NodeRow, RateSample, UpstreamRow, View};
+use super::draw::percentiles;
+use super::line::{DIM, PLAIN, ScreenLine};
 use super::text;
-use crate::cli::style;
+use crate::tool::style;
+use crate::tool::text::{grouped, printable};
 
 /// Maximum width of a name or a key in a pipe or a wide terminal.
 const MAX_NAME_COLUMNS: usize = 60;
@@ -14,14 +16,14 @@ const NUMBER_COLUMNS: usize = 10;
 
 /// Table with its heading.
 struct Section {
-    heading: Line,
-    rows: Vec<Line>,
+    heading: ScreenLine,
+    rows: Vec<ScreenLine>,
     /// Sections with a smaller number are shown first if there is little room.
     priority: usize,
 }
 
 /// Returns all sections, for a pipe.
-pub(super) fn all(view: &View, mean: &Sample, columns: usize) -> Vec<Line> {
+pub(super) fn all(view: &View, mean: &RateSample, columns: usize) -> Vec<ScreenLine> {
     let sections = sections(view, mean, columns);
     sections
         .into_iter()
@@ -30,7 +32,12 @@ pub(super) fn all(view: &View, mean: &Sample, columns: usize) -> Vec<Line> {
 }
 
 /// Returns as much of the sections as fits into this number of lines.
-pub(super) fn fitted(view: &View, mean: &Sample, columns: usize, lines: usize) -> Vec<Line> {
+pub(super) fn fitted(
+    view: &View,
+    mean: &RateSample,
+    columns: usize,
+    lines: usize,
+) -> Vec<ScreenLine> {
     let mut sections = sections(view, mean, columns);
     // A section needs its heading and one row.
     let shown = lines / 2;
@@ -56,7 +63,7 @@ pub(super) fn fitted(view: &View, mean: &Sample, columns: usize, lines: usize) -
 }
 
 /// Returns the sections in the order in which they are shown, with consecutive priorities.
-fn sections(view: &View, mean: &Sample, columns: usize) -> Vec<Section> {
+fn sections(view: &View, mean: &RateSample, columns: usize) -> Vec<Section> {
     let (hot, store) = (&view.hot_keys, &view.status.store);
     let mut sections = vec![
         policies(mean, columns),
@@ -82,11 +89,15 @@ fn name_columns<'a>(
     columns: usize,
     others: usize,
 ) -> usize {
-    let longest = names.map(text::printable_width).max().unwrap_or(0).max(text::width(heading));
+    let longest = names
+        .map(|name| text::width(&printable(name)))
+        .max()
+        .unwrap_or(0)
+        .max(text::width(heading));
     longest.min(MAX_NAME_COLUMNS).min(columns.saturating_sub(others)).max(8)
 }
 
-fn policies(mean: &Sample, columns: usize) -> Section {
+fn policies(mean: &RateSample, columns: usize) -> Section {
     let mut policies: Vec<_> = mean.policies.iter().collect();
     let busy = |rates: &[f64; 3]| rates.iter().sum::<f64>();
     policies.sort_by(|(_, one), (_, other)| {
@@ -102,11 +113,11 @@ fn policies(mean: &Sample, columns: usize) -> Section {
             number(*denied, style::DENIED),
             number(*shadow, style::WARNING),
         ];
-        let line = Line::default().column(PLAIN, name, width);
+        let line = ScreenLine::default().column(PLAIN, name, width);
         numbers.iter().fold(line, |line, (style, rate)| line.number(*style, rate, NUMBER_COLUMNS))
     });
     let rows = rows.collect();
-    let line = Line::default().column(style::HEADING, heading, width);
+    let line = ScreenLine::default().column(style::HEADING, heading, width);
     let heading = ["allowed/s", "denied/s", "shadow/s"]
         .iter()
         .fold(line, |line, name| line.number(DIM, name, NUMBER_COLUMNS));
@@ -115,7 +126,7 @@ fn policies(mean: &Sample, columns: usize) -> Section {
 
 fn hot_keys(
     heading: &str,
-    keys: &[HotKey],
+    keys: &[HotKeyRow],
     style: Style,
     priority: usize,
     columns: usize,
@@ -124,21 +135,21 @@ fn hot_keys(
     let others = NUMBER_COLUMNS + 2 + policy_columns;
     let width = name_columns(keys.iter().map(|hot| hot.key.as_str()), heading, columns, others);
     let rows = keys.iter().map(|hot| {
-        Line::default()
+        ScreenLine::default()
             .column(style, &hot.key, width)
-            .number(PLAIN, &text::count(hot.count), NUMBER_COLUMNS)
+            .number(PLAIN, &grouped(hot.count), NUMBER_COLUMNS)
             .with(PLAIN, "  ")
             .column(PLAIN, &hot.policy, policy_columns)
     });
     let rows = rows.collect();
-    let heading = Line::default()
+    let heading = ScreenLine::default()
         .column(style::HEADING, heading, width)
         .number(DIM, "requests", NUMBER_COLUMNS)
         .with(DIM, "  policy");
     Section { heading, rows, priority }
 }
 
-fn nodes(nodes: &[Node], columns: usize) -> Section {
+fn nodes(nodes: &[NodeRow], columns: usize) -> Section {
     let heading = "nodes";
     let width = name_columns(nodes.iter().map(|node| node.address.as_str()), heading, columns, 20);
     let rows = nodes.iter().map(|node| {
@@ -149,25 +160,21 @@ fn nodes(nodes: &[Node], columns: usize) -> Section {
             (false, _) => (style::ERROR, format!("DISCONNECTED, circuit {circuit}")),
         }];
         if let Some(latency) = node.latency_ms {
-            let all = [("p50", latency.p50), ("p99", latency.p99)];
-            let known = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
-            items.extend(
-                known.map(|(name, value)| (PLAIN, format!("{name} {}", text::latency(value)))),
-            );
+            items.extend(percentiles("", latency));
         }
         if let Some(in_flight) = node.in_flight {
             items.push((PLAIN, format!("{in_flight} in flight")));
         }
-        let line = Line::default().column(PLAIN, &node.address, width).items(&items, columns);
+        let line = ScreenLine::default().column(PLAIN, &node.address, width).items(&items, columns);
         match node.last_error.as_ref().filter(|_| !node.connected || circuit != "closed") {
             Some(error) => line.with(DIM, "  ").with(DIM, error),
             None => line,
         }
     });
-    Section { rows: rows.collect(), heading: Line::labelled(heading), priority: 2 }
+    Section { rows: rows.collect(), heading: ScreenLine::labelled(heading), priority: 2 }
 }
 
-fn upstreams(upstreams: &[Upstream], columns: usize) -> Section {
+fn upstreams(upstreams: &[UpstreamRow], columns: usize) -> Section {
     let heading = "upstreams";
     let names = upstreams.iter().map(|upstream| upstream.url.as_str());
     let width = name_columns(names, heading, columns, 20);
@@ -177,14 +184,14 @@ fn upstreams(upstreams: &[Upstream], columns: usize) -> Section {
             (_, true) => (style::ERROR, "EJECTED"),
             (false, false) => (style::ERROR, "DOWN"),
         };
-        let line = Line::default().column(PLAIN, &upstream.url, width);
+        let line = ScreenLine::default().column(PLAIN, &upstream.url, width);
         line.with(PLAIN, "  ").with(state.0, state.1)
     });
-    Section { rows: rows.collect(), heading: Line::labelled(heading), priority: 5 }
+    Section { rows: rows.collect(), heading: ScreenLine::labelled(heading), priority: 5 }
 }
 
 /// Returns the state of a key in each policy: those that deny it first.
-pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
+pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<ScreenLine> {
     let mut results: Vec<&LookupResult> = lookup.results.iter().collect();
     let order = |result: &LookupResult| match (&result.error, result.allowed) {
         (Some(_), _) => 1,
@@ -196,9 +203,9 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
     let more = if lookup.truncated { ", and more are not shown" } else { "" };
     let heading = format!("  {denied} of {} policies deny it{more}", results.len());
     let mut lines =
-        vec![Line::labelled("key ").with(style::NOTE, &lookup.key).with(PLAIN, &heading)];
+        vec![ScreenLine::labelled("key ").with(style::NOTE, &lookup.key).with(PLAIN, &heading)];
     if results.is_empty() {
-        lines.push(Line::default().with(PLAIN, "No policy counts by a single key."));
+        lines.push(ScreenLine::default().with(PLAIN, "No policy counts by a single key."));
     }
     let names = results.iter().map(|result| result.policy.as_str());
     let width = name_columns(names, "policy", columns, 30);
@@ -212,7 +219,7 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
         };
         let mut items = vec![(state_style, state.to_owned())];
         if let (Some(remaining), Some(all)) = (result.remaining, result.capacity.or(result.limit)) {
-            let (remaining, all) = (text::count(remaining), text::count(all));
+            let (remaining, all) = (grouped(remaining), grouped(all));
             items.push((PLAIN, format!("{remaining} of {all} left")));
         }
         if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
@@ -221,9 +228,11 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
         if let Some(key) = result.key.as_ref().filter(|key| **key != lookup.key) {
             items.push((DIM, format!("counted as {key}")));
         }
-        lines.push(Line::default().column(PLAIN, &result.policy, width).items(&items, columns));
+        lines.push(
+            ScreenLine::default().column(PLAIN, &result.policy, width).items(&items, columns),
+        );
         if let Some(reason) = result.error.as_ref().or(result.reason.as_ref()) {
-            lines.push(Line::default().with(DIM, "  ").with(DIM, reason));
+            lines.push(ScreenLine::default().with(DIM, "  ").with(DIM, reason));
         }
     }
     lines

@@ -12,7 +12,7 @@ use rustix::termios::{
 use tokio::sync::mpsc;
 
 use super::draw::Size;
-use super::line::Line;
+use super::line::ScreenLine;
 
 /// Alternate screen, no cursor, no line wrap.
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[?7l";
@@ -82,7 +82,7 @@ impl Screen {
     }
 
     /// Draws the lines over the earlier ones.
-    pub(super) fn draw(&self, lines: &[Line], size: Size) -> anyhow::Result<()> {
+    pub(super) fn draw(&self, lines: &[ScreenLine], size: Size) -> anyhow::Result<()> {
         let mut frame = "\x1b[H".to_owned();
         for (index, line) in lines.iter().take(size.rows).enumerate() {
             if index > 0 {

@@ -4,17 +4,6 @@ use std::fmt::Write as _;
 
 use unicode_width::UnicodeWidthChar as _;
 
-/// Appends a text with its control characters, and all others that a terminal does not print,
-/// as escapes such as `\u{1b}`. Clients choose the keys, and a key must not control the terminal.
-pub(super) fn push_printable(output: &mut String, text: &str) {
-    for character in text.chars() {
-        match character {
-            '\\' | '\'' | '"' => output.push(character),
-            _ => output.extend(character.escape_debug()),
-        }
-    }
-}
-
 /// Escapes characters of a JSON text that serde leaves as they are, but a terminal may obey.
 pub(super) fn printable_json(json: &str) -> String {
     let mut output = String::with_capacity(json.len());
@@ -34,13 +23,6 @@ pub(super) fn printable_json(json: &str) -> String {
 /// Returns the number of columns of a printable text.
 pub(super) fn width(text: &str) -> usize {
     text.chars().map(|character| character.width().unwrap_or(0)).sum()
-}
-
-/// Returns the number of columns of a text after [`push_printable`].
-pub(super) fn printable_width(text: &str) -> usize {
-    let mut printable = String::with_capacity(text.len());
-    push_printable(&mut printable, text);
-    width(&printable)
 }
 
 /// Cuts a printable text to this number of columns, with an ellipsis in place of the rest.
@@ -103,48 +85,9 @@ pub(super) fn time_of_day(ms: u64) -> String {
     format!("{:02}:{:02}:{:02} UTC", seconds / 3_600 % 24, seconds / 60 % 60, seconds % 60)
 }
 
-/// Formats a whole number with a comma after each three digits.
-pub(super) fn count(number: u64) -> String {
-    let digits = number.to_string();
-    let mut output = String::with_capacity(digits.len() + digits.len() / 3);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            output.push(',');
-        }
-        output.push(digit);
-    }
-    output
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn printable(text: &str) -> String {
-        let mut output = String::new();
-        push_printable(&mut output, text);
-        output
-    }
-
-    #[test]
-    fn characters_that_control_a_terminal_become_escapes() {
-        for (hostile, harmless) in [
-            ("\x1b[2Jann", r"\u{1b}[2Jann"),
-            ("a\r\nb\tc\0", r"a\r\nb\tc\0"),
-            ("\u{9b}31m", r"\u{9b}31m"),
-            ("\u{7f}", r"\u{7f}"),
-            // Right-to-left override, zero width space, line separator, byte order mark.
-            ("\u{202e}\u{200b}\u{2028}\u{feff}", r"\u{202e}\u{200b}\u{2028}\u{feff}"),
-            // A combining accent would change the character before it.
-            ("e\u{301}", r"e\u{301}"),
-            ("\u{e000}\u{e0041}", r"\u{e000}\u{e0041}"),
-        ] {
-            assert_eq!(printable(hostile), harmless);
-        }
-        for harmless in ["ann", "10.0.0.1", r#"a "b" 'c' \d"#, "Zoë", "日本", "🦀", "{a}[b]"] {
-            assert_eq!(printable(harmless), harmless);
-        }
-    }
 
     #[test]
     fn json_has_no_character_that_controls_a_terminal() {
@@ -174,7 +117,6 @@ mod tests {
         assert_eq!(latencies.map(latency), ["21 µs", "0.2 ms", "10 ms", "12 ms", "1.2 s", "?"]);
         let durations = [0, 950, 59_999, 61_000, 11_520_000, 100_800_000];
         assert_eq!(durations.map(duration), ["0s", "950ms", "59s", "1m 1s", "3h 12m", "1d 4h"]);
-        assert_eq!([0, 999, 1_000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
         assert_eq!(time_of_day(1_700_000_000_123), "22:13:20 UTC");
     }
 }

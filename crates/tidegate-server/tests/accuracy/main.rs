@@ -26,6 +26,12 @@ mod simulate {
     }
 }
 
+/// The random numbers of these loads.
+#[path = "../../src/tool"]
+mod tool {
+    pub(crate) mod random;
+}
+
 /// Definition of each algorithm, decision by decision.
 mod definition;
 /// Algorithms and encodings.

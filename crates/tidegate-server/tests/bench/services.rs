@@ -61,8 +61,12 @@ fn requests_without_a_policy_are_counted_and_warned_about() {
     for target in [&other_path[..], &other_domain] {
         let result = report(&[&["--requests", "20"], target].concat());
         assert_eq!((count(&result, "allowed"), count(&result, "unlimited")), (20, 20), "{result}");
-        let warning = result["warnings"][0].as_str().expect("a warning");
-        assert!(warning.contains("no policy applied to 20 requests"), "{warning}");
+        // On a busy machine, another warning is about the load generator.
+        let warnings = result["warnings"].as_array().expect("a list");
+        let is_expected = |warning: &serde_json::Value| {
+            warning.as_str().is_some_and(|text| text.contains("no policy applied to 20 requests"))
+        };
+        assert!(warnings.iter().any(is_expected), "{result}");
     }
 }
 

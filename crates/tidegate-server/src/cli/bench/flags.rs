@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
-use clap::builder::{FalseyValueParser, PossibleValuesParser};
+use clap::builder::FalseyValueParser;
 use serde_json::{Value, json};
 use tidegate::internals::duration;
-use tidegate::{Algorithm, Encoding, Policy, Quota};
+use tidegate::{Policy, Quota};
 
 use super::{Chosen, KEY};
 use crate::bench::keys::{Distribution, KeySpace};
 use crate::bench::open_loop::OpenLoop;
-use crate::bench::report::KeySummary;
-use crate::bench::{Arrivals, Load, Pace};
+use crate::bench::{Arrivals, LoadPlan, Pace};
+use crate::cli::quota::QuotaFlags;
 use crate::cli::simulate::attribute;
 use crate::config::Config;
-use crate::simulate::load::{MAX_KEYS, MAX_ZIPF};
+use crate::tool::random::{MAX_KEYS, MAX_ZIPF};
 
 const DEFAULT_CONCURRENCY: usize = 64;
 const DEFAULT_SECONDS: u64 = 10;
@@ -180,21 +180,7 @@ impl LoadFlags {
         Ok(Arc::new(KeySpace::new(*keys, *distribution, zipf.unwrap_or(1.0))))
     }
 
-    pub(super) fn key_summary(&self) -> KeySummary {
-        let name = match self.distribution {
-            Distribution::Uniform => "uniform",
-            Distribution::Zipf => "zipf",
-            Distribution::Hot => "hot",
-        };
-        let is_zipf = self.distribution == Distribution::Zipf;
-        KeySummary {
-            count: if self.distribution == Distribution::Hot { 1 } else { self.keys },
-            distribution: name,
-            zipf: is_zipf.then(|| self.zipf.unwrap_or(1.0)),
-        }
-    }
-
-    pub(super) fn load(&self, keys: Arc<KeySpace>) -> anyhow::Result<Load> {
+    pub(super) fn load(&self, keys: Arc<KeySpace>) -> anyhow::Result<LoadPlan> {
         let Self { rate, concurrency, requests, timeout, .. } = self;
         if let Some(requests) = requests {
             ensure!(
@@ -241,7 +227,7 @@ impl LoadFlags {
                 Pace::Open(OpenLoop { rate: *rate, arrivals, max_in_flight })
             }
         };
-        Ok(Load { pace, keys, seed: self.seed, warmup, duration, requests: *requests })
+        Ok(LoadPlan { pace, keys, seed: self.seed, warmup, duration, requests: *requests })
     }
 
     /// Checks that the requests contain the key, unless there is only one.
@@ -257,58 +243,31 @@ impl LoadFlags {
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Policy")]
-pub(super) struct PolicyFlags {
+#[command(
+    next_help_heading = "Policy",
+    mut_arg("limit", |flag| flag.help("Units per window [default: 100]")),
+    mut_arg("window", |flag| {
+        flag.help("Length of the window, such as 500ms, 60s, 5m, 1h, 30d [default: 60s]")
+    }),
+    mut_arg("algorithm", |flag| flag.help("Rate limit algorithm [default: sliding-log]"))
+)]
+pub(super) struct LoadPolicyFlags {
     /// Policy of the service that --http loads, or of --config
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
     pub(super) policy: Option<String>,
 
-    /// Units per window [default: 100]
-    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT")]
-    limit: Option<u64>,
-
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d [default: 60s]
-    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
-    window: Option<Duration>,
-
-    /// Rate limit algorithm [default: sliding-log]
-    #[arg(
-        long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM",
-        value_parser = PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str))
-    )]
-    algorithm: Option<String>,
-
-    /// Encoding of a sliding-log or sliding-counter in Redis
-    #[arg(
-        long, value_name = "ENCODING", env = "TIDEGATE_ENCODING",
-        value_parser = PossibleValuesParser::new(Encoding::ALL.map(Encoding::as_str))
-    )]
-    encoding: Option<String>,
-
-    /// Capacity of a token-bucket or leaky-bucket [default: the limit]
-    #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
-    burst: Option<u64>,
+    #[command(flatten)]
+    quota: QuotaFlags,
 
     /// Units that each request costs
     #[arg(long, value_name = "C", env = "TIDEGATE_COST", default_value_t = 1)]
     pub(super) cost: u64,
 }
 
-impl PolicyFlags {
-    fn quota_flag(&self) -> Option<&'static str> {
-        let flags = [
-            (self.limit.is_some(), "--limit"),
-            (self.window.is_some(), "--window"),
-            (self.algorithm.is_some(), "--algorithm"),
-            (self.encoding.is_some(), "--encoding"),
-            (self.burst.is_some(), "--burst"),
-        ];
-        flags.into_iter().find(|(is_given, _)| *is_given).map(|(_, flag)| flag)
-    }
-
+impl LoadPolicyFlags {
     /// Checks that the flags belong to the target.
     pub(super) fn check(&self, chosen: Chosen<'_>) -> anyhow::Result<()> {
-        let quota_flag = self.quota_flag();
+        let quota_flag = self.quota.first_given();
         if let Chosen::Grpc(_) = chosen {
             let flag = quota_flag.or_else(|| self.policy.as_ref().map(|_| "--policy"));
             ensure!(
@@ -336,19 +295,7 @@ impl PolicyFlags {
             })?;
             return Ok(policy.quota().clone());
         }
-        let algorithm = self.algorithm.as_deref().map(str::parse).transpose()?;
-        let mut quota = Quota::new(
-            algorithm.unwrap_or(Algorithm::SlidingLog),
-            self.limit.unwrap_or(DEFAULT_LIMIT),
-            self.window.unwrap_or(Duration::from_secs(DEFAULT_WINDOW_SECONDS)),
-        )?;
-        if let Some(burst) = self.burst {
-            quota = quota.with_burst(burst)?;
-        }
-        if let Some(encoding) = &self.encoding {
-            quota = quota.with_encoding(encoding.parse()?)?;
-        }
-        Ok(quota)
+        self.quota.quota(DEFAULT_LIMIT, Duration::from_secs(DEFAULT_WINDOW_SECONDS))
     }
 
     /// Returns the quota as the HTTP API has it.
@@ -358,10 +305,10 @@ impl PolicyFlags {
             "limit": quota.limit(),
             "window": format!("{}us", crate::duration::micros(quota.window())),
         });
-        if let Some(burst) = self.burst {
+        if let Some(burst) = self.quota.burst {
             body["burst"] = json!(burst);
         }
-        if let Some(encoding) = &self.encoding {
+        if let Some(encoding) = &self.quota.encoding {
             body["encoding"] = json!(encoding);
         }
         body

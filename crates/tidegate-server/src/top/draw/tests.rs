@@ -2,10 +2,10 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::top::data::Lookup;
-use crate::top::events::Event;
+use crate::top::events::ServerEvent;
 
 fn apply(view: &mut View, name: &str, data: &Value) {
-    let event = Event { name: name.to_owned(), data: data.to_string() };
+    let event = ServerEvent { name: name.to_owned(), data: data.to_string() };
     view.apply(&event).expect("valid");
 }
 
@@ -52,7 +52,7 @@ fn view() -> View {
 
 fn texts(view: &View, columns: usize, rows: usize) -> Vec<String> {
     let size = Size { columns, rows };
-    let lines = screen(view, 2, size, None, Line::labelled("q quit"));
+    let lines = screen(view, 2, size, None, ScreenLine::labelled("q quit"));
     let written = lines.iter().map(|line| {
         let mut text = String::new();
         line.write(&mut text, columns, false);
@@ -176,7 +176,8 @@ fn looked_up_key_shows_denials_first() {
         {"policy": "c", "error": "timeout"},
     ]}))
     .expect("valid");
-    let lines: Vec<String> = sections::looked_up(&lookup, 80).iter().map(Line::to_text).collect();
+    let lines: Vec<String> =
+        sections::looked_up(&lookup, 80).iter().map(ScreenLine::to_text).collect();
     let expected = [
         "key ann  1 of 3 policies deny it",
         "b         denied  0 of 5 left  free in 1m 1s  counted as all",

@@ -8,11 +8,11 @@ pub(crate) struct Info(Vec<(String, String)>);
 
 /// Replica as its primary reports it.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Replica {
-    pub(super) address: String,
-    pub(super) online: bool,
+pub(crate) struct Replica {
+    pub(crate) address: String,
+    pub(crate) online: bool,
     /// Seconds since its last acknowledgement.
-    pub(super) lag: u64,
+    pub(crate) lag: u64,
 }
 
 impl Info {
@@ -24,7 +24,7 @@ impl Info {
         Self(lines.filter_map(pair).collect())
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
@@ -32,12 +32,12 @@ impl Info {
         self.0.iter().find(|(found, _)| found == name).map(|(_, value)| value.as_str())
     }
 
-    pub(super) fn number(&self, name: &str) -> Option<u64> {
+    pub(crate) fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
     }
 
     /// Returns the server and its version in readable form.
-    pub(super) fn server(&self) -> Option<String> {
+    pub(crate) fn server(&self) -> Option<String> {
         match self.text("valkey_version") {
             Some(version) => Some(format!("Valkey {version}")),
             None => self.text("redis_version").map(|version| format!("Redis {version}")),
@@ -45,13 +45,13 @@ impl Info {
     }
 
     /// Returns the major and minor version of Redis, or of the Redis that it is compatible with.
-    pub(super) fn version(&self) -> Option<(u32, u32)> {
+    pub(crate) fn version(&self) -> Option<(u32, u32)> {
         let mut numbers = self.text("redis_version")?.split('.').map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
     /// Returns the connected replicas.
-    pub(super) fn replicas(&self) -> Vec<Replica> {
+    pub(crate) fn replicas(&self) -> Vec<Replica> {
         let is_replica = |name: &str| {
             name.strip_prefix("slave")
                 .is_some_and(|number| !number.is_empty() && number.parse::<u32>().is_ok())
@@ -80,7 +80,7 @@ impl Replica {
 }
 
 /// Returns the names and values in a reply of CONFIG GET, ACL GETUSER or SENTINEL MASTERS.
-pub(super) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
+pub(crate) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
     let Reply::List(parts) = reply else { return Vec::new() };
     let (pairs, _) = parts.as_chunks::<2>();
     pairs.iter().filter_map(|[name, value]| Some((text(name)?, text(value)?))).collect()
@@ -88,7 +88,7 @@ pub(super) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
 
 /// Returns whether an error says that the server does not have the command: it was renamed or
 /// disabled, or a managed service does not offer it.
-pub(super) fn is_absent_command(error: &str) -> bool {
+pub(crate) fn is_absent_command(error: &str) -> bool {
     const REASONS: [&str; 6] = [
         "unknown command",
         "unknown subcommand",
@@ -103,18 +103,6 @@ pub(super) fn is_absent_command(error: &str) -> bool {
 
 fn text(reply: &Reply) -> Option<&str> {
     if let Reply::Text(text) = reply { Some(text) } else { None }
-}
-
-/// Formats a number of bytes in readable form.
-pub(super) fn bytes(count: u64) -> String {
-    let mut size = (count, "B");
-    for unit in ["KiB", "MiB", "GiB", "TiB"] {
-        if size.0 < 10 * 1_024 {
-            break;
-        }
-        size = (size.0 / 1_024, unit);
-    }
-    format!("{} {}", size.0, size.1)
 }
 
 #[cfg(test)]
@@ -180,10 +168,5 @@ mod tests {
         ] {
             assert!(!is_absent_command(error), "{error}");
         }
-    }
-
-    #[test]
-    fn bytes_are_readable() {
-        assert_eq!([0, 9_999, 20_480, 3 << 30].map(bytes), ["0 B", "9999 B", "20 KiB", "3072 MiB"]);
     }
 }

@@ -1,16 +1,16 @@
-//! [`Table`]: aligned columns of text.
+//! [`TextTable`]: aligned columns of text.
 
 use std::io::{self, Write};
 
-use crate::cli::style;
+use super::style;
 
 /// Table whose first columns are texts, aligned left, and whose others are numbers.
-pub(crate) struct Table {
+pub(crate) struct TextTable {
     texts: usize,
     rows: Vec<Vec<String>>,
 }
 
-impl Table {
+impl TextTable {
     pub(crate) fn new(texts: &[&str], numbers: &[impl AsRef<str>]) -> Self {
         let names = texts.iter().map(|name| (*name).to_owned());
         let names = names.chain(numbers.iter().map(|name| name.as_ref().to_owned()));
@@ -55,36 +55,18 @@ impl Table {
     }
 }
 
-/// Formats a number with commas between groups of three digits.
-pub(crate) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() * 4 / 3);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn columns_are_aligned_and_empty_ones_left_out() {
-        let mut table = Table::new(&["", "key"], &["requests"]);
+        let mut table = TextTable::new(&["", "key"], &["requests"]);
         table.add(["", "ann", "1,000"].map(str::to_owned));
         table.add(["", "ünal", "7"].map(str::to_owned));
         let mut output = anstream::StripStream::new(Vec::new());
         table.write(&mut output).expect("written");
         let text = String::from_utf8(output.into_inner()).expect("UTF-8");
         assert_eq!(text, "key   requests\nann      1,000\nünal         7\n");
-    }
-
-    #[test]
-    fn digits_are_grouped() {
-        assert_eq!([0, 999, 1_000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
     }
 }

@@ -1,9 +1,9 @@
-//! [`Progress`]: a line on the terminal with the rate and the remaining time.
+//! [`ProgressBar`]: a line on the terminal with the rate and the remaining time.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::time::{Duration, Instant};
 
-use super::report::grouped;
+use super::text::grouped;
 use tidegate::internals::duration::readable;
 
 /// Requests between two looks at the clock.
@@ -12,14 +12,14 @@ const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 const BAR_WIDTH: usize = 24;
 
 /// Progress bar on the standard error, if that is a terminal.
-pub(crate) struct Progress {
+pub(crate) struct ProgressBar {
     is_shown: bool,
     start: Instant,
     updated: Instant,
     requests: u64,
 }
 
-impl Progress {
+impl ProgressBar {
     pub(crate) fn start() -> Self {
         let now = Instant::now();
         let is_shown = std::io::stderr().is_terminal();
@@ -49,7 +49,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressBar {
     fn drop(&mut self) {
         if self.updated != self.start {
             let _ = write!(std::io::stderr(), "\r\x1b[2K");

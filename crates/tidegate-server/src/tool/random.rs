@@ -1,6 +1,11 @@
 //! Random numbers that are the same on every platform: integer arithmetic, and the functions of
 //! the `libm` crate instead of those of the system.
 
+/// Maximum number of keys of a load.
+pub(crate) const MAX_KEYS: u64 = 100_000_000;
+/// Maximum exponent of Zipf's law.
+pub(crate) const MAX_ZIPF: f64 = 10.0;
+
 /// The generator xoshiro256++ (Blackman and Vigna), seeded by splitmix64.
 #[derive(Debug, Clone)]
 pub(crate) struct Random([u64; 4]);

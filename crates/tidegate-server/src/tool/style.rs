@@ -1,5 +1,7 @@
 //! Colours of the output. `anstream` removes them if the output is not a terminal.
 
+use std::fmt::Display;
+
 use clap::builder::styling::{AnsiColor, Reset, Style, Styles};
 
 pub(crate) const ALLOWED: Style = AnsiColor::Green.on_default().bold();
@@ -15,3 +17,8 @@ pub(crate) const HELP: Styles = Styles::styled()
     .usage(AnsiColor::Green.on_default().bold())
     .literal(AnsiColor::Cyan.on_default().bold())
     .placeholder(AnsiColor::Cyan.on_default());
+
+/// Prints a warning to the standard error.
+pub(crate) fn print_warning(message: impl Display) {
+    anstream::eprintln!("{WARNING}warning:{RESET} {message}");
+}

@@ -1,0 +1,71 @@
+//! Flags and run of the commands that serve requests.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+
+use super::redis::RedisFlags;
+use super::variables;
+use crate::config::{Config, Listen, ListenAddress};
+use crate::logs::{self, LogFormat};
+use crate::reload::ConfigSource;
+use crate::serve;
+
+/// Store of a service, and the Redis protocol.
+#[derive(Debug, Args)]
+pub(super) struct ServiceFlags {
+    #[command(flatten)]
+    redis: RedisFlags,
+
+    /// Serve the Redis protocol on this address (IP:PORT or unix:PATH), overrides the file; off by
+    /// default
+    #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_RESP")]
+    resp: Option<ListenAddress>,
+}
+
+impl ServiceFlags {
+    /// Loads the configuration, as the flags change it.
+    pub(super) fn load(&self, file: Option<&Path>) -> anyhow::Result<Config> {
+        let mut config = serve::configuration(file)?;
+        config.store = self.redis.apply(config.store)?;
+        config.listen.resp = self.resp.clone().or(config.listen.resp);
+        serve::check_resp(&config)?;
+        Ok(config)
+    }
+
+    /// Runs a service with logs until its end.
+    pub(super) fn run<F: Future<Output = anyhow::Result<()>>>(
+        &self,
+        log_format: LogFormat,
+        file: Option<PathBuf>,
+        service: impl FnOnce(ConfigSource) -> F,
+    ) -> anyhow::Result<ExitCode> {
+        let runtime = serve::runtime()?;
+        let logs = runtime.block_on(async { logs::start(log_format) })?;
+        if let Some(warning) = self.redis.warning() {
+            tracing::warn!("{warning}");
+        }
+        if let Some(warning) = variables::warning(file.as_deref()) {
+            tracing::warn!("{warning}");
+        }
+        runtime.block_on(service(self.redis.source(file)))?;
+        drop(logs);
+        // Blocking tasks, such as the file watcher, must not delay the exit.
+        runtime.shutdown_background();
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// Returns the scheme of the admin listener's URLs.
+pub(super) fn admin_scheme(config: &Config) -> &'static str {
+    let has_tls = config.tls.as_ref().is_some_and(|tls| tls.admin.is_some());
+    if has_tls { "https" } else { "http" }
+}
+
+/// Returns the line of the Redis protocol in the startup message; empty if it is off.
+pub(super) fn resp_line(bound: &Listen, tls: bool, label: &str) -> String {
+    let scheme = if tls { "rediss" } else { "redis" };
+    let shown = bound.resp.as_ref().map(|resp| resp.shown(scheme));
+    shown.map(|shown| format!("\x20 {label}{shown}\n")).unwrap_or_default()
+}
