@@ -616,7 +616,7 @@ fn lua_multiplies_and_divides_exactly() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let script = redis::Script::new(&format!(
-        "local floor = math.floor\n{ARITHMETIC}\n\
+        "local floor, whole, mul_div_rem, mul_div_ceil = math.floor\n{ARITHMETIC}\n\
          local a, b, m = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])\n\
          local q, r = mul_div_rem(a, b, m)\n\
          return {{whole(q), whole(r), whole(mul_div_ceil(a, b, m))}}"

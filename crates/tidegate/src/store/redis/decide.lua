@@ -40,16 +40,22 @@
 --     1700000000100000, 0, 1, 1, 1, 100, 60000000, 0, 1, 1 as doubles>
 --   -> 1700000000000250, 1, 100 as doubles
 --
--- The ordinary case, one charge per key in its usual state, is a straight line for each algorithm:
--- a call of redis.call is what a decision costs, and a function that is created, a number that is
--- printed or an argument more is nearly as much. Anything else (`rare`) is decided by general.lua,
--- whose functions are only created then. An acquire of several charges is all or nothing: all are
--- read and checked, then all are written, or none.
+-- `include` is replaced by the text of a file, which is a chunk in the scope of its includer: its
+-- head names the variables that it reads, and those that it sets or changes. A function that is
+-- called instead would be created in each call of the script.
 --
--- A straight line leaves products from 2^52 on to general.lua, because they may not be exact; see
--- arithmetic.lua. As text a number needs string.format, because `..` keeps only 14 digits.
+-- The fast path of an algorithm decides a run, one charge per key: it adds a reply for each of the
+-- keys `from` to `to`, or returns that of a single key. At a key whose count is in an unusual
+-- state, it stops and sets `slow` to the number of the key. general.lua decides that key, and any
+-- group, and its functions are only created then. A call of redis.call is what a decision costs,
+-- and a function that is created, a number that is printed or an argument more is nearly as much.
 --
--- A stored value may hold anything. A straight line checks what it computes with, before it writes.
+-- An acquire of several charges is all or nothing: all are read and checked, then all are written,
+-- or none. A fast path leaves products from 2^52 on to general.lua, because they may not be exact;
+-- see arithmetic.lua. As text a number needs string.format, because `..` keeps only 14 digits.
+--
+-- A stored value may hold anything. A fast path checks what it computes with, before it writes.
+-- luacheck: no unused
 
 local keys, argv, try, pack, unpack_struct =
   KEYS, ARGV, redis.pcall, struct.pack, struct.unpack
@@ -59,7 +65,7 @@ local deadline, time, runs, kind, count, limit, window, option, cost, times =
 local clock = redis.call('TIME')
 local server_time = clock[1] * 1000000 + clock[2]
 if server_time > deadline then return pack('<d', server_time) end
--- Packed numbers. The straight line of a single key returns them at once, without this table.
+-- Packed numbers. The fast path of a single key returns them at once, without this table.
 local is_single, reply, replied = runs == 1 and count == 1, nil, 1
 if not is_single then reply = {pack('<d', server_time)} end
 -- A test's clock may stop while the server's goes on, so keys expire an hour later.
@@ -76,63 +82,62 @@ end
 local removals = 250
 -- The current run, its next key and its last; functions of general.lua, once they are created, and
 -- the error that they found.
-local run, from, to, decide_rare, decide_group, failure = 1, 1, count, nil, nil, nil
+local run, from, to, decide_slow, decide_group, failure = 1, 1, count, nil, nil, nil
 while true do
-  -- `rare`: a key that is left to general.lua. `spends`: not a peek. `total`: units to spend.
-  local rare, spends = nil, times > 0
+  -- `slow`: a key that is left to general.lua. `spends`: not a peek. `total`: units to spend.
+  local slow, spends = nil, times > 0
   if not spends then times = 1 end
   local total = cost * times
   if kind == 1 or kind == 3 then
     -- The numbers of readable counts are text, and to check all digits costs more than an error
-    -- that is raised. The function returns `rare` or the reply of a single key, and the rest of the
+    -- that is raised. The function returns `slow` or the reply of a single key, and the rest of the
     -- budget. All that it uses is a parameter: a variable of the script would be moved to the heap.
     local done, found, left = pcall(function(keys, header, from, to, kind, limit, window, total,
       cost, times, spends, now, time, clock, server_time, expiry_shift, is_single, reply, replied,
       removals, try, pack)
-      local rare, unpack_struct
+      local slow, unpack_struct = nil, nil
       if kind == 1 then
-        --ordinary sliding_log
+        include('sliding_log.fast.lua')
       else
-        --ordinary sliding_counter
+        include('sliding_counter.fast.lua')
       end
-      return rare, removals
+      return slow, removals
     end, keys, argv[run], from, to, kind, limit, window, total, cost, times, spends, now, time,
       clock, server_time, expiry_shift, is_single, reply, replied, removals, try, pack)
     if not done then
       -- An error of a command is one of the call, because something may be written.
       if type(found) == 'table' or string.sub(found, 1, 1) == '@' then error(found, 0) end
-      rare = is_single and from or from + #reply - replied
+      slow = is_single and from or from + #reply - replied
     elseif is_single and found ~= from then
       return found
     else
-      rare, removals = found, left
+      slow, removals = found, left
     end
     if not is_single then replied = #reply end
   elseif kind == 2 then
-    --ordinary sliding_log_packed
+    include('sliding_log_packed.fast.lua')
   elseif kind == 4 then
-    local header
-    --ordinary sliding_counter
+    local header = nil
+    include('sliding_counter.fast.lua')
   elseif kind == 5 then
-    --ordinary fixed_window
+    include('fixed_window.fast.lua')
   elseif kind > 5 then
-    --ordinary bucket
+    include('bucket.fast.lua')
   else
-    rare = from
+    slow = from
   end
 
-  if rare then
-    if not decide_rare then
+  if slow then
+    if not decide_slow then
       reply = reply or {pack('<d', server_time)}
-      local sub, floor = string.sub, math.floor
-      --general
+      include('general.lua')
     end
     if kind == 0 then
       decide_group(argv[run], from, to)
       from = to + 1
     else
-      decide_rare(rare, spends)
-      from = rare + 1
+      decide_slow(slow, spends)
+      from = slow + 1
     end
     if failure then return failure end
     if not spends then times = 0 end

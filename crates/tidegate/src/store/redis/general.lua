@@ -1,9 +1,17 @@
--- Decides what decide.lua's straight lines do not: groups of charges, and counts in an unusual
+-- Decides what the fast paths of decide.lua do not: groups of charges, and counts in an unusual
 -- state (the clock stepped back, the window was changed, a value that is not ours …). decide.lua
 -- includes this text where it is needed. Each algorithm is a table of functions in its own file, of
 -- which only those of this call are created.
+-- inputs
+-- luacheck: read globals cost count expiry_shift keys kind limit now option pack runs
+-- luacheck: read globals server_time times try unpack_struct window
+-- outputs
+-- luacheck: globals decide_group decide_slow failure replied reply
+-- luacheck: no unused
 
---arithmetic
+local sub, floor = string.sub, math.floor
+local whole, mul_div_rem, mul_div_ceil
+include('arithmetic.lua')
 
 -- Work of this part in this call, in commands, so that no call takes long: after MAX_WORK, further
 -- requests are answered with LATER. `before_request` is the work before the current request: the
@@ -73,15 +81,15 @@ end
 local algorithms = {}
 local function load_algorithm(kind)
   if kind == 1 then
-    --general sliding_log
+    include('sliding_log.lua')
   elseif kind == 2 then
-    --general sliding_log_packed
+    include('sliding_log_packed.lua')
   elseif kind <= 4 then
-    --general sliding_counter
+    include('sliding_counter.lua')
   elseif kind == 5 then
-    --general fixed_window
+    include('fixed_window.lua')
   else
-    --general bucket
+    include('bucket.lua')
   end
 end
 
@@ -234,7 +242,7 @@ local function grant(key, quota, cost, times, spends)
   end
 end
 
-local ACQUIRE, PEEK, REFUND, RESET, CHARGE_UP_TO, REPORT, COUNT_DENIED = 1, 2, 3, 4, 5, 6, 7
+local PEEK, REFUND, RESET, CHARGE_UP_TO, REPORT, COUNT_DENIED = 2, 3, 4, 5, 6, 7
 
 -- Answers with the current state, without a spend.
 local function answer_unspent(charge)
@@ -272,7 +280,7 @@ local function report(charge)
   algorithm.spend(state, quota, spend)
   -- If there is nothing to record, a count of another algorithm stays as it is.
   if spend > 0 then state.another = nil end
-  local retry_after, reset_after = 0, nil
+  local retry_after, reset_after = 0
   if charge.fits then
     reset_after = algorithm.reset_after(state, quota, 0)
   else
@@ -378,7 +386,7 @@ local function attempt(from, to, request, ...)
   reply[replied] = reply[replied] .. text
 end
 
-decide_rare = function(at, spends)
+decide_slow = function(at, spends)
   attempt(at, at, grant, keys[at], new_quota(kind, limit, window, option), cost, times, spends)
 end
 decide_group = function(header, from, to)

@@ -156,7 +156,7 @@ const HEADER_BYTES: usize = 112;
 const MAX_SCAN: usize = 8;
 /// Limit up to which a decision on a packed log takes about as long as on a small count.
 const SMALL_LOG: u64 = 250;
-/// Factor by which the general part of the script takes longer than its straight lines.
+/// Factor by which the general part of the script takes longer than its fast paths.
 const GENERAL_FACTOR: usize = 4;
 /// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
 /// duplicate costs little.
@@ -280,7 +280,7 @@ impl EncodedQuota {
     }
 }
 
-/// Returns the expected time of an ordinary decision in Redis, in units of the time for a small
+/// Returns the expected time of a decision on the fast path in Redis, in units of the time for a small
 /// count. A packed log is copied as a whole while it is short, and costs more when it is long.
 fn quota_weight(quota: &Quota) -> usize {
     match CountKind::of(quota) {

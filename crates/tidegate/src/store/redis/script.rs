@@ -1,4 +1,4 @@
-//! [`Script`]: decide.lua, assembled from its parts, heartbeat.lua and invalidation.lua.
+//! [`Script`]: decide.lua with the files that it includes, heartbeat.lua and invalidation.lua.
 
 use std::sync::OnceLock;
 
@@ -26,21 +26,23 @@ pub(super) enum KeyMode {
 }
 
 const DECIDE: &str = include_str!("decide.lua");
-const GENERAL: &str = include_str!("general.lua");
-const ARITHMETIC: &str = include_str!("arithmetic.lua");
 const HEARTBEAT: &str = include_str!("heartbeat.lua");
 const INVALIDATION: &str = include_str!("invalidation.lua");
-/// Lua twins of the algorithms: name, text.
-const ALGORITHMS: [(&str, &str); 5] = [
-    ("sliding_log", include_str!("../../algorithm/sliding_log.lua")),
-    ("sliding_log_packed", include_str!("../../algorithm/sliding_log_packed.lua")),
-    ("sliding_counter", include_str!("../../algorithm/sliding_counter.lua")),
-    ("fixed_window", include_str!("../../algorithm/fixed_window.lua")),
-    ("bucket", include_str!("../../algorithm/bucket.lua")),
+/// Files that decide.lua includes, by name: general.lua before those that it includes itself.
+const INCLUDED: [(&str, &str); 12] = [
+    ("general.lua", include_str!("general.lua")),
+    ("arithmetic.lua", include_str!("arithmetic.lua")),
+    ("bucket.lua", include_str!("../../algorithm/bucket.lua")),
+    ("bucket.fast.lua", include_str!("../../algorithm/bucket.fast.lua")),
+    ("fixed_window.lua", include_str!("../../algorithm/fixed_window.lua")),
+    ("fixed_window.fast.lua", include_str!("../../algorithm/fixed_window.fast.lua")),
+    ("sliding_counter.lua", include_str!("../../algorithm/sliding_counter.lua")),
+    ("sliding_counter.fast.lua", include_str!("../../algorithm/sliding_counter.fast.lua")),
+    ("sliding_log.lua", include_str!("../../algorithm/sliding_log.lua")),
+    ("sliding_log.fast.lua", include_str!("../../algorithm/sliding_log.fast.lua")),
+    ("sliding_log_packed.lua", include_str!("../../algorithm/sliding_log_packed.lua")),
+    ("sliding_log_packed.fast.lua", include_str!("../../algorithm/sliding_log_packed.fast.lua")),
 ];
-/// Line between the two parts of an algorithm's file.
-const SEPARATOR: &str =
-    "\n--------------------------------- general ---------------------------------\n";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 /// Number of bytes of an EVALSHA command without keys and arguments, at most.
@@ -117,34 +119,29 @@ impl Script {
     }
 }
 
-/// Returns decide.lua with the texts that its lines `--general`, `--arithmetic`, `--ordinary
-/// <algorithm>` and `--general <algorithm>` stand for. A text in a branch that is not taken costs nothing, but a
-/// function would, because Lua creates the functions of a script in each call.
+/// Returns decide.lua with the files that it includes. A text in a branch that is not taken costs
+/// nothing, but a function would, because Lua creates the functions of a script in each call.
 fn assembled() -> String {
-    let mut text = DECIDE.replace("--general\n", GENERAL).replace("--arithmetic\n", ARITHMETIC);
-    for (name, algorithm) in ALGORITHMS {
-        let (ordinary, general) = algorithm.split_once(SEPARATOR).unwrap_or((algorithm, ""));
-        text = text
-            .replace(&format!("--ordinary {name}\n"), ordinary)
-            .replace(&format!("--general {name}\n"), general);
-    }
-    text
+    let include = |text: String, (name, file): &(&str, &str)| {
+        text.replace(&format!("include('{name}')\n"), file)
+    };
+    INCLUDED.iter().fold(DECIDE.to_owned(), include)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
     use super::*;
 
     #[test]
     fn a_script_has_all_parts() {
         let text = Script::decide(KeyMode::Declared).text();
-        let missing = text.lines().find(|line| {
-            let mark = line.trim_start().strip_prefix("--");
-            mark.is_some_and(|mark| mark.starts_with(char::is_alphabetic))
-        });
-        assert_eq!(missing, None, "a part is missing");
-        for (name, algorithm) in ALGORITHMS {
-            assert!(algorithm.contains(SEPARATOR), "{name}.lua has two parts");
+        assert!(!text.contains("include("), "a file is missing");
+        for (name, file) in INCLUDED {
+            let last_line = file.lines().last().expect("a line");
+            assert!(text.contains(last_line), "{name} is not included");
         }
         let cross_slot = Script::decide(KeyMode::CrossSlot);
         assert_eq!(cross_slot.text().strip_prefix(CROSS_SLOT), Some(text));
@@ -158,6 +155,27 @@ mod tests {
             assert_eq!(script.index(), index);
         }
         assert_eq!(scripts.len(), SCRIPT_COUNT);
+    }
+
+    /// The heads of the files say which variables of their includer they use. Here luacheck sees
+    /// all files together, and finds those that no file has, and those that no file uses.
+    #[test]
+    fn variables_of_a_file_are_those_of_its_includer() {
+        let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.luacheckrc");
+        let mut luacheck = Command::new("luacheck")
+            .args(["--config", config, "--no-max-line-length", "--no-color", "-"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("luacheck is installed by `make setup`");
+        let text = Script::decide(KeyMode::Declared).text();
+        let is_code = |line: &&str| !line.starts_with("-- luacheck:");
+        let code: Vec<&str> = text.lines().filter(is_code).collect();
+        let mut input = luacheck.stdin.take().expect("piped");
+        input.write_all(code.join("\n").as_bytes()).expect("luacheck reads it");
+        drop(input);
+        let output = luacheck.wait_with_output().expect("luacheck ends");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
 
     #[test]
