@@ -612,7 +612,7 @@ async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
 /// Compares the arithmetic of all algorithms, in Lua's doubles, with Rust's `u128`.
 #[test]
 fn lua_multiplies_and_divides_exactly() {
-    const ARITHMETIC: &str = include_str!("../src/store/redis/arithmetic.lua");
+    const ARITHMETIC: &str = include_str!("../src/store/redis/script/arithmetic.lua");
     let redis = Redis::start();
     let mut connection = redis.connection();
     let script = redis::Script::new(&format!(

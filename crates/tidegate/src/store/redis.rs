@@ -53,27 +53,27 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
+use self::batch::dispatch::dispatch;
+use self::batch::queue::Enqueued;
 use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
-use self::dispatch::dispatch;
-pub use self::health::{NodeHealth, Reply};
-use self::heartbeat::CachedInstances;
-use self::invalidation::PendingInvalidation;
-use self::node::NodeClient;
+use self::client::NodeClient;
+use self::client::server_clock::{ServerClock, ServerTimes};
+use self::client::stats::BucketCounters;
+pub use self::client::stats::Distribution;
+pub use self::client::tls::Tls;
+use self::coordination::heartbeat::CachedInstances;
+use self::coordination::invalidation::PendingInvalidation;
 #[doc(hidden)]
-pub use self::permissions::SCRIPT_COMMANDS;
-use self::publisher::Publisher;
-use self::queue::Enqueued;
-use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+pub use self::coordination::permissions::SCRIPT_COMMANDS;
+use self::coordination::publisher::Publisher;
+pub use self::health::{NodeHealth, Reply};
 pub use self::resilient::ResilientRedis;
-use self::server_clock::{ServerClock, ServerTimes};
-use self::slot::slot_of_user_key;
-use self::stats::BucketCounters;
-pub use self::stats::Distribution;
-use self::step::{CallError, Delivery, NextStep, Retries, Target};
-pub use self::tls::Tls;
-use self::topology::Topology;
+use self::routing::Topology;
+use self::routing::slot::slot_of_user_key;
+use self::routing::step::{CallError, Delivery, NextStep, Retries, Target};
+use self::script::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use super::invalidation::{Cursor, Invalidations};
 use super::{Action, SharedStore, Store, StoreError};
 use crate::charge::Charge;
@@ -85,38 +85,12 @@ use crate::limiter::runtime::OnRuntime;
 
 mod batch;
 mod builder;
-mod call;
-mod compensation;
-mod connection;
-mod count;
-mod dispatch;
-mod endpoint;
-mod error;
-mod groups;
+mod client;
+mod coordination;
 mod health;
-mod heartbeat;
-#[cfg(test)]
-mod instructions;
-mod invalidation;
-mod node;
-mod permissions;
-mod probe;
-mod publisher;
-mod queue;
-mod refresh;
-mod reply;
-mod requests;
 mod resilient;
-mod resp;
-mod scheme;
+mod routing;
 mod script;
-mod server_clock;
-mod slot;
-mod stats;
-mod step;
-mod tls;
-mod topology;
-mod wire;
 
 /// Store whose counts all processes on one Redis or one cluster share.
 ///
@@ -309,7 +283,7 @@ impl Shared {
                 return Err(target.node.circuit().open_error().into());
             }
             let handle = if self.group_commit {
-                match queue::enqueue(self, &target, request, slot, deadline, write_key) {
+                match batch::queue::enqueue(self, &target, request, slot, deadline, write_key) {
                     Enqueued::Wait(handle) => handle,
                     // Boxed, so that the future of a caller that waits for a batch stays small.
                     Enqueued::Lead(leader) => Box::pin(leader.send()).await,
@@ -414,7 +388,7 @@ impl Store for RedisStore {
         }
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
-        let decided = groups::decide_all(&self.shared, action, charges, started).await;
+        let decided = batch::groups::decide_all(&self.shared, action, charges, started).await;
         if let Some(invalidation) = invalidation {
             Box::pin(invalidation.publish(started + self.shared.timeout)).await;
         }

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Pipeline, Value};
 
 use super::RedisStore;
-use super::connection::query_all_once;
-use super::endpoint::Address;
-use super::node::NodeClient;
-use super::stats::Distribution;
+use super::client::NodeClient;
+use super::client::connection::query_all_once;
+use super::client::endpoint::Address;
+use super::client::stats::Distribution;
 use crate::resilience::CircuitState;
 use crate::store::StoreError;
 

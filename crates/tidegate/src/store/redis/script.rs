@@ -4,7 +4,14 @@ use std::sync::OnceLock;
 
 use redis::Cmd;
 
-use super::resp;
+use super::client::resp;
+
+pub(super) mod call;
+pub(super) mod count;
+#[cfg(test)]
+mod instructions;
+mod reply;
+pub(super) mod requests;
 
 /// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {
@@ -25,13 +32,13 @@ pub(super) enum KeyMode {
     CrossSlot,
 }
 
-const DECIDE: &str = include_str!("decide.lua");
-const HEARTBEAT: &str = include_str!("heartbeat.lua");
-const INVALIDATION: &str = include_str!("invalidation.lua");
+const DECIDE: &str = include_str!("script/decide.lua");
+const HEARTBEAT: &str = include_str!("coordination/heartbeat.lua");
+const INVALIDATION: &str = include_str!("coordination/invalidation.lua");
 /// Files that decide.lua includes, by name: general.lua before those that it includes itself.
 const INCLUDED: [(&str, &str); 12] = [
-    ("general.lua", include_str!("general.lua")),
-    ("arithmetic.lua", include_str!("arithmetic.lua")),
+    ("general.lua", include_str!("script/general.lua")),
+    ("arithmetic.lua", include_str!("script/arithmetic.lua")),
     ("bucket.lua", include_str!("../../algorithm/bucket.lua")),
     ("bucket.fast.lua", include_str!("../../algorithm/bucket.fast.lua")),
     ("fixed_window.lua", include_str!("../../algorithm/fixed_window.lua")),
