@@ -63,7 +63,7 @@ use self::client::server_clock::{ServerClock, ServerTimes};
 use self::client::stats::BucketCounters;
 pub use self::client::stats::Distribution;
 pub use self::client::tls::Tls;
-use self::coordination::heartbeat::CachedInstances;
+use self::coordination::heartbeat::Heartbeats;
 use self::coordination::invalidation::PendingInvalidation;
 #[doc(hidden)]
 pub use self::coordination::permissions::SCRIPT_COMMANDS;
@@ -108,8 +108,9 @@ pub struct RedisStore {
 
 /// State of a store. Background tasks share it, because a refund may outlast its caller.
 struct Shared {
-    topology: Topology,
-    publisher: Publisher,
+    topology: Arc<Topology>,
+    publisher: Arc<Publisher>,
+    heartbeats: Heartbeats,
     prefix: String,
     /// Mark of the format in names of counts.
     format_mark: String,
@@ -117,7 +118,6 @@ struct Shared {
     timeout: Duration,
     group_commit: bool,
     cross_slot: bool,
-    instances: CachedInstances,
     /// Number of decisions in each call.
     call_sizes: BucketCounters,
     /// Runtime in which the store was connected.
@@ -365,7 +365,7 @@ impl Store for RedisStore {
         let charges = std::slice::from_ref(charge);
         let request = Request::new(Operation::Apply(action), charges);
         let started = Instant::now();
-        let invalidation = PendingInvalidation::of(&self.shared, action, charges);
+        let invalidation = PendingInvalidation::of(&self.shared.publisher, action, charges);
         let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
             Ok(decided) => decided.into_one(),
             Err(error) => Err(error.into_store_error()),
@@ -387,7 +387,7 @@ impl Store for RedisStore {
             return collect_independent(join_all(decided).await);
         }
         let started = Instant::now();
-        let invalidation = PendingInvalidation::of(&self.shared, action, charges);
+        let invalidation = PendingInvalidation::of(&self.shared.publisher, action, charges);
         let decided = batch::groups::decide_all(&self.shared, action, charges, started).await;
         if let Some(invalidation) = invalidation {
             Box::pin(invalidation.publish(started + self.shared.timeout)).await;
@@ -406,14 +406,19 @@ impl Store for RedisStore {
 
 impl SharedStore for RedisStore {
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.shared.send_heartbeat(instance).await
+        self.shared.heartbeats.send(instance).await
     }
 
     fn invalidations(
         &self,
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
-        Some(self.shared.poll_invalidations(since))
+        Some(async {
+            let mut polled = self.shared.publisher.set.poll(since).await?;
+            // A manual clock replaces the server's time in all scripts.
+            polled.now = self.shared.driven_time().or(polled.now);
+            Ok(polled)
+        })
     }
 
     fn epoch(&self) -> u64 {

@@ -10,7 +10,8 @@ use tokio::runtime::Handle;
 use super::client::endpoint::{Address, ConnectionOptions};
 use super::client::stats::BucketCounters;
 use super::client::tls::Tls;
-use super::coordination::heartbeat::CachedInstances;
+use super::coordination::heartbeat::Heartbeats;
+use super::coordination::invalidation::InvalidationSet;
 use super::coordination::publisher::Publisher;
 use super::routing::{Seeds, Topology};
 use super::script::count::{FORMAT, format_mark};
@@ -222,17 +223,19 @@ impl Builder {
     /// Panics outside of a Tokio runtime.
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
         let (seeds, options) = self.validate()?;
+        let topology = Arc::new(Topology::start(seeds, options, self.timeout));
+        let format_mark = format_mark(self.format);
         Ok(RedisStore {
             shared: Arc::new(Shared {
                 clock: SystemClock::new(),
-                topology: Topology::start(seeds, options, self.timeout),
-                publisher: Publisher::new(),
+                publisher: Arc::new(Publisher::new(InvalidationSet::new(&topology, &self.prefix))),
+                heartbeats: Heartbeats::new(&topology, &self.prefix, &format_mark),
+                topology,
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,
                 cross_slot: self.cross_slot,
-                format_mark: format_mark(self.format),
-                instances: CachedInstances::default(),
+                format_mark,
                 call_sizes: BucketCounters::of_call_sizes(),
                 runtime: Handle::current(),
                 #[cfg(feature = "testing")]

@@ -190,7 +190,8 @@ impl<'a> CrossSlotGroups<'a> {
             let operation = Operation::Apply(Action::Refund);
             let request = Request::new(operation, &charges);
             // Published when this task ends.
-            let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
+            let _invalidation =
+                PendingInvalidation::of(&shared.publisher, Action::Refund, &charges);
             let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;
             match decided.map_err(CallError::into_store_error) {
                 Ok(decided) => Some(decided.into_vec()),

@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 
 use redis::{FromRedisValue, Value};
 
+use super::internal_key;
 use crate::random::random_u64;
-use crate::store::redis::Shared;
+use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
+use crate::store::redis::script::call::call_script;
 use crate::store::{StoreError, heartbeat_interval};
 
 /// Heartbeat intervals without a heartbeat after which an instance is removed.
@@ -25,15 +27,17 @@ const LIST_INTERVAL_PER_INSTANCE: Duration = Duration::from_millis(10);
 /// A list of up to this length is always read: Redis returns it in the time of a few decisions.
 const MAX_SHORT_LIST: usize = 100;
 
-/// The list of live instances that was last read.
-#[derive(Debug, Default)]
-pub(crate) struct CachedInstances {
+/// Sends the heartbeats of a store, and keeps the list of live instances that was last read.
+pub(crate) struct Heartbeats {
+    topology: Arc<Topology>,
+    prefix: String,
+    /// Mark of the format in names of counts.
+    format_mark: String,
     last: Mutex<Option<Arc<Listed>>>,
     /// Whether an instance of another format was logged.
     logged_format: AtomicBool,
 }
 
-#[derive(Debug)]
 struct Listed {
     version: String,
     instances: Vec<String>,
@@ -49,13 +53,23 @@ impl Listed {
     }
 }
 
-impl Shared {
+impl Heartbeats {
+    pub(crate) fn new(topology: &Arc<Topology>, prefix: &str, format_mark: &str) -> Self {
+        Self {
+            topology: Arc::clone(topology),
+            prefix: prefix.to_owned(),
+            format_mark: format_mark.to_owned(),
+            last: Mutex::default(),
+            logged_format: AtomicBool::new(false),
+        }
+    }
+
     /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among
     /// them.
-    pub(crate) async fn send_heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let (script, key) = (Script::heartbeat(), self.internal_key("alive"));
+    pub(crate) async fn send(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        let (script, key) = (Script::heartbeat(), internal_key(&self.prefix, "alive"));
         let version_key = format!("{key}:version");
-        let cached = self.instances.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let cached = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let size = cached.as_ref().map_or(0, |cached| cached.instances.len());
         let now = Instant::now();
         let may_read = cached.as_ref().is_none_or(|cached| cached.may_be_read_again(now));
@@ -75,7 +89,8 @@ impl Shared {
             command.arg(version).arg(&token).arg(max_listed);
             command
         };
-        let (version, listed) = self.call_script(script, &key, command, read_reply).await?;
+        let (version, listed) =
+            call_script(self.topology.state(), script, &key, command, read_reply).await?;
         let mut instances = match listed {
             Some(members) => {
                 let mut instances: Vec<String> =
@@ -83,8 +98,7 @@ impl Shared {
                 instances.sort_unstable();
                 let listed =
                     Listed { version, instances: instances.clone(), read_at: Instant::now() };
-                *self.instances.last.lock().unwrap_or_else(PoisonError::into_inner) =
-                    Some(Arc::new(listed));
+                *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(listed));
                 instances
             }
             None => cached.map_or_else(Vec::new, |cached| cached.instances.clone()),
@@ -99,7 +113,7 @@ impl Shared {
     /// Returns the name of a listed instance. Logs an instance of another format, once.
     fn without_mark(&self, member: String) -> String {
         let (name, mark) = split_mark(&member);
-        if mark != self.format_mark && !self.instances.logged_format.swap(true, Ordering::Relaxed) {
+        if mark != self.format_mark && !self.logged_format.swap(true, Ordering::Relaxed) {
             let version = |mark: &str| mark.strip_prefix('v').unwrap_or("1").to_owned();
             tracing::warn!(
                 prefix = self.prefix,

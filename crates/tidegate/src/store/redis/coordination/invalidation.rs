@@ -9,11 +9,14 @@ use std::time::{Duration, Instant};
 
 use redis::{Cmd, Value};
 
+use super::internal_key;
+use super::publisher::Publisher;
 use crate::charge::Charge;
 use crate::random::random_u64;
 use crate::store::invalidation::{CountId, Cursor, Invalidations, Scope};
-use crate::store::redis::Shared;
+use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
+use crate::store::redis::script::call::call_script;
 use crate::store::{Action, StoreError};
 
 /// Number of invalidations that are kept. A reader that has missed more drops its whole cache.
@@ -24,36 +27,50 @@ const SET_TTL: Duration = Duration::from_secs(10);
 /// Counts that are about to get units back. They are published when the refund or reset ends, even
 /// if it fails (it may have run) or its caller is cancelled.
 pub(crate) struct PendingInvalidation {
-    shared: Arc<Shared>,
+    publisher: Arc<Publisher>,
     counts: Vec<CountId>,
+}
+
+/// The invalidation set of a store in Redis.
+pub(crate) struct InvalidationSet {
+    topology: Arc<Topology>,
+    key: String,
 }
 
 impl PendingInvalidation {
     /// Returns `None` for an action that returns no units.
-    pub(crate) fn of(shared: &Arc<Shared>, action: Action, charges: &[Charge<'_>]) -> Option<Self> {
+    pub(crate) fn of(
+        publisher: &Arc<Publisher>,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Option<Self> {
         let counts = || charges.iter().map(CountId::of).collect();
         matches!(action, Action::Refund | Action::Reset)
-            .then(|| Self { shared: Arc::clone(shared), counts: counts() })
+            .then(|| Self { publisher: Arc::clone(publisher), counts: counts() })
     }
 
     /// Publishes the counts, and waits for it until the deadline at most. After that the publisher
     /// goes on retrying, and the refund does not fail.
     pub(crate) async fn publish(mut self, deadline: Instant) {
         let counts = std::mem::take(&mut self.counts);
-        let number = self.shared.enqueue_invalidations(&counts);
-        self.shared.publisher.wait_published(number, deadline).await;
+        let number = self.publisher.enqueue(&counts);
+        self.publisher.wait_published(number, deadline).await;
     }
 }
 
 impl Drop for PendingInvalidation {
     fn drop(&mut self) {
         if !self.counts.is_empty() {
-            self.shared.enqueue_invalidations(&self.counts);
+            self.publisher.enqueue(&self.counts);
         }
     }
 }
 
-impl Shared {
+impl InvalidationSet {
+    pub(crate) fn new(topology: &Arc<Topology>, prefix: &str) -> Self {
+        Self { topology: Arc::clone(topology), key: internal_key(prefix, "news") }
+    }
+
     /// Publishes invalidations by one call.
     pub(crate) async fn publish(&self, scope: &Scope) -> Result<(), StoreError> {
         let arguments = |command: &mut Cmd| {
@@ -65,37 +82,31 @@ impl Shared {
             }
         };
         let operation = if *scope == Scope::All { "publish-all" } else { "publish" };
-        self.invalidation_call(operation, arguments, |_| Ok(())).await
+        self.call(operation, arguments, |_| Ok(())).await
     }
 
     /// Reads the invalidations since a cursor.
-    pub(crate) async fn poll_invalidations(
-        &self,
-        since: &Cursor,
-    ) -> Result<Invalidations, StoreError> {
+    pub(crate) async fn poll(&self, since: &Cursor) -> Result<Invalidations, StoreError> {
         let arguments = |command: &mut Cmd| {
             command.arg(SET_TTL.as_millis().to_string()).arg(&since.0);
         };
-        let mut polled = self.invalidation_call("poll", arguments, read_reply).await?;
-        // A manual clock replaces the server's time in all scripts.
-        polled.now = self.driven_time().or(polled.now);
-        Ok(polled)
+        self.call("poll", arguments, read_reply).await
     }
 
-    async fn invalidation_call<T>(
+    async fn call<T>(
         &self,
         operation: &str,
         arguments: impl Fn(&mut Cmd),
         read: impl Fn(Value) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let (script, key) = (Script::invalidation(), self.internal_key("news"));
+        let script = Script::invalidation();
         let command = || {
             let mut command = script.evalsha(1);
-            command.arg(&key).arg(operation).arg(format!("{:016x}", random_u64()));
+            command.arg(&self.key).arg(operation).arg(format!("{:016x}", random_u64()));
             arguments(&mut command);
             command
         };
-        self.call_script(script, &key, command, read).await
+        call_script(self.topology.state(), script, &self.key, command, read).await
     }
 }
 

@@ -1,14 +1,11 @@
 //! Permissions and commands that decisions need: which ones are missing on a node, and the remedy.
 
-use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use redis::{Cmd, Pipeline, Value};
-use tokio::time::timeout_at;
 
 use crate::random::random_u64;
 use crate::store::StoreError;
-use crate::store::redis::Shared;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::{is_not_permitted, one_line, with_address};
 
@@ -40,106 +37,81 @@ pub const SCRIPT_COMMANDS: [(&str, &[&str]); 18] = [
 /// Milliseconds for which the key of a check lives at most.
 const CHECK_TTL: u64 = 10_000;
 
-impl Shared {
-    /// Opens the circuit of a node that lacks a permission or a command. Returns the error with
-    /// their names, which the server's error rarely has. Concurrent calls share one check.
-    pub(crate) async fn on_not_permitted(
-        self: &Arc<Self>,
-        node: &Arc<NodeClient>,
-        error: StoreError,
-        deadline: Instant,
-    ) -> StoreError {
-        let named = timeout_at(deadline.into(), async {
-            let _guard = node.permission_check.lock().await;
-            if node.circuit().is_not_permitted() {
-                return node.circuit().open_error();
-            }
-            let error = self.check_permissions(node).await.err().unwrap_or(error.clone());
-            self.record(node, Err(&error));
-            error
+/// Tries each command that decisions need, in a form that changes no count. Returns an error
+/// with those that are missing, and the remedy.
+pub(crate) async fn check_permissions(
+    node: &NodeClient,
+    probe_key: &str,
+    prefix: &str,
+    timeout: Duration,
+) -> Result<(), StoreError> {
+    // No other instance deletes this key, as it does with that of a probe.
+    let key = format!("{probe_key}:{:016x}", random_u64());
+    // Commands for other types fail on a string. Without it, they could create a key that has
+    // no TTL.
+    let mut set = redis::cmd("SET");
+    set.arg(&key).arg("").arg("PX").arg(CHECK_TTL);
+    let mut missing = missing_commands(node, [("SET", set)], timeout).await?;
+    if missing.is_empty() {
+        let commands = SCRIPT_COMMANDS.map(|(name, arguments)| {
+            let mut command = redis::cmd(name);
+            command.arg(&key).arg(arguments);
+            (name, command)
         });
-        match named.await {
-            Ok(StoreError::Open(error)) => Arc::unwrap_or_clone(error),
-            Ok(error) => error,
-            Err(_) => {
-                self.record(node, Err(&error));
-                error
-            }
-        }
+        missing = missing_commands(node, commands, timeout).await?;
     }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(StoreError::NotPermitted(with_address(node.address(), &remedy(node, prefix, &missing))))
+}
 
-    /// Tries each command that decisions need, in a form that changes no count. Returns an error
-    /// with those that are missing, and the remedy.
-    pub(crate) async fn check_permissions(&self, node: &Arc<NodeClient>) -> Result<(), StoreError> {
-        let Some(key) = self.probe_key(node) else { return Ok(()) };
-        // No other instance deletes this key, as it does with that of a probe.
-        let key = format!("{key}:{:016x}", random_u64());
-        // Commands for other types fail on a string. Without it, they could create a key that has
-        // no TTL.
-        let mut set = redis::cmd("SET");
-        set.arg(&key).arg("").arg("PX").arg(CHECK_TTL);
-        let mut missing = self.missing(node, [("SET", set)]).await?;
-        if missing.is_empty() {
-            let commands = SCRIPT_COMMANDS.map(|(name, arguments)| {
-                let mut command = redis::cmd(name);
-                command.arg(&key).arg(arguments);
-                (name, command)
-            });
-            missing = self.missing(node, commands).await?;
-        }
-        if missing.is_empty() {
-            return Ok(());
-        }
-        Err(StoreError::NotPermitted(with_address(node.address(), &self.remedy(node, &missing))))
+/// Returns which of these commands the node lacks, with its errors.
+async fn missing_commands<const N: usize>(
+    node: &NodeClient,
+    commands: [(&'static str, Cmd); N],
+    timeout: Duration,
+) -> Result<Vec<(&'static str, String)>, StoreError> {
+    let mut pipeline = Pipeline::new();
+    for (_, command) in &commands {
+        pipeline.add_command(command.clone());
     }
+    let replies = node.query_all(&pipeline, Instant::now() + timeout).await;
+    let replies = replies.map_err(|error| error.into_store_error(timeout))?;
+    let missing = |((name, _), reply): (&(&'static str, Cmd), Value)| {
+        let error = one_line(&reply.extract_error().err()?);
+        is_not_permitted(&error).then_some((*name, error))
+    };
+    Ok(commands.iter().zip(replies).filter_map(missing).collect())
+}
 
-    /// Returns which of these commands the node lacks, with its errors.
-    async fn missing<const N: usize>(
-        &self,
-        node: &NodeClient,
-        commands: [(&'static str, Cmd); N],
-    ) -> Result<Vec<(&'static str, String)>, StoreError> {
-        let mut pipeline = Pipeline::new();
-        for (_, command) in &commands {
-            pipeline.add_command(command.clone());
-        }
-        let replies = node.query_all(&pipeline, Instant::now() + self.timeout).await;
-        let replies = replies.map_err(|error| error.into_store_error(self.timeout))?;
-        let missing = |((name, _), reply): (&(&'static str, Cmd), Value)| {
-            let error = one_line(&reply.extract_error().err()?);
-            is_not_permitted(&error).then_some((*name, error))
-        };
-        Ok(commands.iter().zip(replies).filter_map(missing).collect())
+/// Returns what is missing, and the remedy.
+fn remedy(node: &NodeClient, prefix: &str, missing: &[(&str, String)]) -> String {
+    let (denied, absent): (Vec<_>, Vec<_>) =
+        missing.iter().partition(|(_, error)| error.contains("NOPERM"));
+    let names = |list: &[&(&str, String)]| {
+        list.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
+    };
+    let mut parts = Vec::new();
+    if !absent.is_empty() {
+        parts.push(format!(
+            "the server lacks {}: remove rename-command, or use a server that has them",
+            names(&absent)
+        ));
     }
-
-    /// Returns what is missing, and the remedy.
-    fn remedy(&self, node: &NodeClient, missing: &[(&str, String)]) -> String {
-        let (denied, absent): (Vec<_>, Vec<_>) =
-            missing.iter().partition(|(_, error)| error.contains("NOPERM"));
-        let names = |list: &[&(&str, String)]| {
-            list.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
-        };
-        let mut parts = Vec::new();
-        if !absent.is_empty() {
-            parts.push(format!(
-                "the server lacks {}: remove rename-command, or use a server that has them",
-                names(&absent)
-            ));
-        }
-        let is_about_keys = |error: &str| !error.contains("to run the") && error.contains("key");
-        let (keys, denied): (Vec<_>, Vec<_>) =
-            denied.into_iter().partition(|(_, error)| is_about_keys(error));
-        let user = node.user();
-        if !keys.is_empty() {
-            let pattern = format!("~{}:*", self.prefix);
-            parts.push(format!("the user may not access its keys: ACL SETUSER {user} {pattern}"));
-        }
-        if !denied.is_empty() {
-            let rules: Vec<String> =
-                denied.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
-            let (names, rules) = (names(&denied), rules.join(" "));
-            parts.push(format!("the user may not run {names}: ACL SETUSER {user} {rules}"));
-        }
-        parts.join("; ")
+    let is_about_keys = |error: &str| !error.contains("to run the") && error.contains("key");
+    let (keys, denied): (Vec<_>, Vec<_>) =
+        denied.into_iter().partition(|(_, error)| is_about_keys(error));
+    let user = node.user();
+    if !keys.is_empty() {
+        let pattern = format!("~{prefix}:*");
+        parts.push(format!("the user may not access its keys: ACL SETUSER {user} {pattern}"));
     }
+    if !denied.is_empty() {
+        let rules: Vec<String> =
+            denied.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
+        let (names, rules) = (names(&denied), rules.join(" "));
+        parts.push(format!("the user may not run {names}: ACL SETUSER {user} {rules}"));
+    }
+    parts.join("; ")
 }

@@ -1,11 +1,12 @@
-//! Circuits of the nodes: a node whose decisions fail is probed until it can decide again. And the
-//! store's internal keys.
+//! Circuits of the nodes: a node whose decisions fail is probed until it can decide again.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use tokio::time::sleep_until;
+use tokio::time::{sleep_until, timeout_at};
 
+use super::internal_key;
+use super::permissions::check_permissions;
 use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::resilience::circuit::failure;
@@ -39,6 +40,41 @@ impl Shared {
         }
     }
 
+    /// Opens the circuit of a node that lacks a permission or a command. Returns the error with
+    /// their names, which the server's error rarely has. Concurrent calls share one check.
+    pub(crate) async fn on_not_permitted(
+        self: &Arc<Self>,
+        node: &Arc<NodeClient>,
+        error: StoreError,
+        deadline: Instant,
+    ) -> StoreError {
+        let named = timeout_at(deadline.into(), async {
+            let _guard = node.permission_check.lock().await;
+            if node.circuit().is_not_permitted() {
+                return node.circuit().open_error();
+            }
+            let error = self.check_permissions(node).await.err().unwrap_or(error.clone());
+            self.record(node, Err(&error));
+            error
+        });
+        match named.await {
+            Ok(StoreError::Open(error)) => Arc::unwrap_or_clone(error),
+            Ok(error) => error,
+            Err(_) => {
+                self.record(node, Err(&error));
+                error
+            }
+        }
+    }
+
+    /// Checks which commands that decisions need are missing on a node.
+    async fn check_permissions(&self, node: &Arc<NodeClient>) -> Result<(), StoreError> {
+        match self.probe_key(node) {
+            Some(key) => check_permissions(node, &key, &self.prefix, self.timeout).await,
+            None => Ok(()),
+        }
+    }
+
     /// Decides a charge on an internal key by the same script as any decision, so that it fails
     /// whenever decisions on this node would.
     pub(crate) async fn probe(&self, node: &Arc<NodeClient>) -> Result<(), StoreError> {
@@ -65,15 +101,10 @@ impl Shared {
         }
     }
 
-    /// Returns an internal key. It cannot be a user's key, in which percent signs are escaped.
-    pub(crate) fn internal_key(&self, name: &str) -> String {
-        format!("{}:{{%{name}}}", self.prefix)
-    }
-
     /// Returns a probe key of this node; `None` if it has left the cluster, and decides nothing.
-    pub(crate) fn probe_key(&self, node: &Arc<NodeClient>) -> Option<String> {
+    fn probe_key(&self, node: &Arc<NodeClient>) -> Option<String> {
         let topology = self.topology.state();
-        let key = |number| self.internal_key(&format!("probe-{number}"));
+        let key = |number| internal_key(&self.prefix, &format!("probe-{number}"));
         if !topology.is_cluster() {
             return Some(key(0));
         }

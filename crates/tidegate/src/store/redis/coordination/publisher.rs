@@ -12,9 +12,9 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout_at};
 
+use super::invalidation::InvalidationSet;
 use crate::random::jittered;
 use crate::store::invalidation::{CountId, Scope};
-use crate::store::redis::Shared;
 use crate::store::shared::MAX_DENIAL_TTL;
 
 /// Number of counts that may wait for a call. Beyond it, [`Scope::All`] is published instead.
@@ -26,6 +26,7 @@ const MAX_BACKOFF: Duration = Duration::from_millis(250);
 
 /// Pending invalidations of one store.
 pub(crate) struct Publisher {
+    pub(crate) set: InvalidationSet,
     state: Mutex<PublisherState>,
     /// Number of the last invalidation that was published or abandoned.
     completed: watch::Sender<u64>,
@@ -125,8 +126,9 @@ impl PublisherState {
 }
 
 impl Publisher {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(set: InvalidationSet) -> Self {
         Self {
+            set,
             state: Mutex::default(),
             completed: watch::Sender::new(0),
             runtime: Handle::current(),
@@ -161,20 +163,16 @@ impl Publisher {
         let published = completed.wait_for(|completed| *completed >= number);
         let _ = timeout_at(deadline.into(), published).await;
     }
-}
 
-impl Shared {
     /// Queues counts for the publishing task, and returns the number to wait for.
-    pub(crate) fn enqueue_invalidations(self: &Arc<Self>, counts: &[CountId]) -> u64 {
-        let mut state = self.publisher.state();
+    pub(crate) fn enqueue(self: &Arc<Self>, counts: &[CountId]) -> u64 {
+        let mut state = self.state();
         let number = state.add(counts, Instant::now());
         let start = !std::mem::replace(&mut state.running, true);
         drop(state);
         if start {
-            self.publisher.runtime.spawn(publish_pending(PublishingTask {
-                shared: Arc::clone(self),
-                completed: false,
-            }));
+            let task = PublishingTask { publisher: Arc::clone(self), completed: false };
+            self.runtime.spawn(publish_pending(task));
         }
         number
     }
@@ -182,12 +180,11 @@ impl Shared {
 
 /// Publishes until nothing is pending.
 async fn publish_pending(mut task: PublishingTask) {
-    let shared = &task.shared;
-    let publisher = &shared.publisher;
+    let publisher = &task.publisher;
     let mut backoff = MIN_BACKOFF;
     while let Some(batch) = publisher.next_batch() {
         let last = batch.numbers.last().copied().unwrap_or(0);
-        let Err(error) = shared.publish(&batch.scope).await else {
+        let Err(error) = publisher.set.publish(&batch.scope).await else {
             publisher.completed.send_replace(last);
             backoff = MIN_BACKOFF;
             continue;
@@ -204,14 +201,14 @@ async fn publish_pending(mut task: PublishingTask) {
 
 /// The publishing task. If its runtime shuts down, the drop lets another task start.
 struct PublishingTask {
-    shared: Arc<Shared>,
+    publisher: Arc<Publisher>,
     completed: bool,
 }
 
 impl Drop for PublishingTask {
     fn drop(&mut self) {
         if !self.completed {
-            self.shared.publisher.state().running = false;
+            self.publisher.state().running = false;
         }
     }
 }

@@ -14,10 +14,10 @@ use tokio::time::timeout_at;
 
 use super::{SCRIPT_COUNT, Script};
 use crate::store::StoreError;
-use crate::store::redis::Shared;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::connection::Connection;
 use crate::store::redis::client::error::{AttemptError, ServerError};
+use crate::store::redis::routing::TopologyState;
 use crate::store::redis::routing::slot::slot_of;
 use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
 
@@ -248,35 +248,33 @@ impl ScriptCall {
     }
 }
 
-impl Shared {
-    /// Calls a script on one of the store's own keys, and decodes the reply.
-    pub(crate) async fn call_script<T>(
-        &self,
-        script: &'static Script,
-        key: &str,
-        command: impl Fn() -> Cmd,
-        read: impl Fn(Value) -> Result<T, StoreError>,
-    ) -> Result<T, StoreError> {
-        let (slot, topology) = (slot_of(key), self.topology.state());
-        let deadline = Instant::now() + self.timeout;
-        let mut retries = Retries::until(deadline, self.timeout, Delivery::Shared);
-        let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
-        loop {
-            let asking = target.delivery == Delivery::Asking;
-            let call = [ScriptCall { script, command: command().get_packed_command(), asking }];
-            let sent = async {
-                let connection = target.node.connection(deadline).await?;
-                target.node.run(&connection, &call, deadline).await.remove(0)
-            };
-            let error = match target.node.within(deadline, sent).await {
-                Ok(reply) => return read(reply),
-                Err(error) => error,
-            };
-            let step = NextStep::after(error, topology, &target.node, slot);
-            target = retries
-                .follow(step, target, slot, topology)
-                .await
-                .map_err(CallError::into_store_error)?;
-        }
+/// Calls a script on one of the store's own keys, and decodes the reply.
+pub(crate) async fn call_script<T>(
+    topology: &TopologyState,
+    script: &'static Script,
+    key: &str,
+    command: impl Fn() -> Cmd,
+    read: impl Fn(Value) -> Result<T, StoreError>,
+) -> Result<T, StoreError> {
+    let (slot, timeout) = (slot_of(key), topology.timeout());
+    let deadline = Instant::now() + timeout;
+    let mut retries = Retries::until(deadline, timeout, Delivery::Shared);
+    let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+    loop {
+        let asking = target.delivery == Delivery::Asking;
+        let call = [ScriptCall { script, command: command().get_packed_command(), asking }];
+        let sent = async {
+            let connection = target.node.connection(deadline).await?;
+            target.node.run(&connection, &call, deadline).await.remove(0)
+        };
+        let error = match target.node.within(deadline, sent).await {
+            Ok(reply) => return read(reply),
+            Err(error) => error,
+        };
+        let step = NextStep::after(error, topology, &target.node, slot);
+        target = retries
+            .follow(step, target, slot, topology)
+            .await
+            .map_err(CallError::into_store_error)?;
     }
 }
