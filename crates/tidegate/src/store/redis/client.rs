@@ -15,6 +15,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
+use self::backoff::Backoff;
 use self::connection::{Connection, is_primary_role, parse_time};
 use self::endpoint::{Address, OpenError, SharedOptions};
 use self::error::{AttemptError, NodeError, one_line};
@@ -25,6 +26,7 @@ use super::script::call::LoadedScripts;
 use crate::random::jittered;
 use crate::resilience::circuit::{Circuit, CircuitOptions};
 
+pub(super) mod backoff;
 pub(super) mod connection;
 pub(super) mod endpoint;
 pub(super) mod error;
@@ -92,8 +94,7 @@ enum ConnectionState {
 const MIN_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(500);
-const MIN_BACKOFF: Duration = Duration::from_millis(50);
-const MAX_BACKOFF: Duration = Duration::from_millis(250);
+const CONNECT_BACKOFF: Backoff = Backoff::from_millis(50, 250);
 /// A connection that is lost sooner counts as a failed attempt, with a backoff before the next.
 const STABLE_AFTER: Duration = Duration::from_secs(1);
 
@@ -347,7 +348,7 @@ impl NodeShared {
 
     /// Keeps the node connected, with backoff between attempts.
     async fn supervise(self: Arc<Self>) {
-        let mut backoff = MIN_BACKOFF;
+        let mut backoff = CONNECT_BACKOFF;
         let mut outage_logged = false;
         loop {
             let connected = timeout(self.connect_timeout, self.connect()).await;
@@ -381,7 +382,7 @@ impl NodeShared {
                     });
                     self.refresh.trigger();
                     if was_stable {
-                        backoff = MIN_BACKOFF;
+                        backoff = CONNECT_BACKOFF;
                         continue;
                     }
                 }
@@ -398,8 +399,7 @@ impl NodeShared {
                     self.refresh.trigger();
                 }
             }
-            sleep(jittered(backoff)).await;
-            backoff = (backoff * 2).min(MAX_BACKOFF);
+            sleep(jittered(backoff.next_wait())).await;
         }
     }
 

@@ -6,7 +6,7 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -15,14 +15,14 @@ use tokio::time::{sleep, timeout_at};
 use super::invalidation::InvalidationSet;
 use crate::random::jittered;
 use crate::store::invalidation::{CountId, Scope};
+use crate::store::redis::client::backoff::Backoff;
 use crate::store::shared::MAX_DENIAL_TTL;
 
 /// Number of counts that may wait for a call. Beyond it, [`Scope::All`] is published instead.
 const MAX_PENDING: usize = 1_000;
 /// Number of counts in one call.
 const MAX_BATCH: usize = 128;
-const MIN_BACKOFF: Duration = Duration::from_millis(10);
-const MAX_BACKOFF: Duration = Duration::from_millis(250);
+const PUBLISH_BACKOFF: Backoff = Backoff::from_millis(10, 250);
 
 /// Pending invalidations of one store.
 pub(crate) struct Publisher {
@@ -181,18 +181,17 @@ impl Publisher {
 /// Publishes until nothing is pending.
 async fn publish_pending(mut task: PublishingTask) {
     let publisher = &task.publisher;
-    let mut backoff = MIN_BACKOFF;
+    let mut backoff = PUBLISH_BACKOFF;
     while let Some(batch) = publisher.next_batch() {
         let last = batch.numbers.last().copied().unwrap_or(0);
         let Err(error) = publisher.set.publish(&batch.scope).await else {
             publisher.completed.send_replace(last);
-            backoff = MIN_BACKOFF;
+            backoff = PUBLISH_BACKOFF;
             continue;
         };
         tracing::debug!(%error, "publishing invalidations failed");
         if publisher.requeue(batch) {
-            sleep(jittered(backoff)).await;
-            backoff = (2 * backoff).min(MAX_BACKOFF);
+            sleep(jittered(backoff.next_wait())).await;
         }
     }
     // `next_batch` has cleared `running`, and another task may run since.

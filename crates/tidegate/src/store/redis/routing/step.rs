@@ -11,6 +11,7 @@ use tokio::time::sleep_until;
 use super::TopologyState;
 use crate::store::StoreError;
 use crate::store::redis::client::NodeClient;
+use crate::store::redis::client::backoff::Backoff;
 use crate::store::redis::client::error::{AttemptError, MIGRATING, ServerError};
 
 /// Node that a request is sent to, and how.
@@ -73,12 +74,12 @@ pub(crate) struct Retries {
     delivery: Delivery,
     redirects: u32,
     pauses: u32,
+    backoff: Backoff,
 }
 
 const MAX_REDIRECTS: u32 = 16;
 const MAX_BACKOFFS: u32 = 3;
-/// The first wait; each further one is twice as long.
-const MIN_BACKOFF: Duration = Duration::from_millis(4);
+const RETRY_BACKOFF: Backoff = Backoff::from_millis(4, 16);
 
 impl NextStep {
     /// Returns the next step after an error of a call to this node, whose first key is in this
@@ -133,7 +134,7 @@ impl NextStep {
 impl Retries {
     /// Creates the retries of a request that starts now.
     pub(crate) fn until(deadline: Instant, timeout: Duration, delivery: Delivery) -> Self {
-        Self { deadline, timeout, delivery, redirects: 0, pauses: 0 }
+        Self { deadline, timeout, delivery, redirects: 0, pauses: 0, backoff: RETRY_BACKOFF }
     }
 
     /// Takes the next step of a request for this slot that was sent to `target`. Returns where to
@@ -189,7 +190,7 @@ impl Retries {
 
     /// Waits before a retry. Returns false after the last one, and if the deadline is earlier.
     async fn pause(&mut self) -> bool {
-        let until = Instant::now() + MIN_BACKOFF * 2_u32.pow(self.pauses);
+        let until = Instant::now() + self.backoff.next_wait();
         if self.pauses == MAX_BACKOFFS || until >= self.deadline {
             return false;
         }
