@@ -14,7 +14,6 @@
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
-use hashbrown::HashTable;
 use redis::Value;
 
 use super::count::CountKind;
@@ -58,8 +57,6 @@ pub(crate) struct EncodedRequests {
     items: Vec<Item>,
     /// Expected time in Redis, in units of the time for a small count.
     weight: usize,
-    /// Acquires by the hash of their key, once there are more than [`MAX_SCAN`] items.
-    by_key: HashTable<(u64, usize)>,
     /// Whether two items may have a key in common, so that their order matters.
     keeps_order: bool,
     hasher: RandomState,
@@ -70,6 +67,8 @@ pub(crate) struct Item {
     pub(crate) slot: u16,
     kind: RequestKind,
     charges: Range<usize>,
+    /// Hash of the key of an acquire. A call has few items, so that they are searched in turn.
+    key_hash: Option<u64>,
 }
 
 /// Item in the order of a call.
@@ -152,8 +151,6 @@ const NO_DEADLINE: i64 = 1 << 53;
 /// Number of bytes of a word without its text, and of a header, at most.
 const KEY_BYTES: usize = 8;
 const HEADER_BYTES: usize = 112;
-/// Number of items up to which all are compared with a new one, which costs less than hashing.
-const MAX_SCAN: usize = 8;
 /// Limit up to which a decision on a packed log takes about as long as on a small count.
 const SMALL_LOG: u64 = 250;
 /// Factor by which the general part of the script takes longer than its fast paths.
@@ -310,9 +307,10 @@ impl EncodedRequests {
             let key = start..self.keys.len();
             self.charges.push(EncodedCharge { key, quota, cost, charged_at });
         }
-        let new_item = self.items.len();
-        if kind == RequestKind::Acquire {
-            let (equal_item, has_same_key) = self.find_equal(first_charge);
+        let key_hash =
+            (kind == RequestKind::Acquire).then(|| self.hasher.hash_one(self.key_of(first_charge)));
+        if key_hash.is_some() {
+            let (equal_item, has_same_key) = self.find_equal(first_charge, key_hash);
             if let Some(equal_item) = equal_item {
                 self.keys.truncate(keys_start);
                 self.charges.truncate(first_charge);
@@ -323,44 +321,24 @@ impl EncodedRequests {
             self.keeps_order = true;
         }
         self.weight += request.weight();
-        self.items.push(Item { slot, kind, charges: first_charge..self.charges.len() });
-        if new_item >= MAX_SCAN {
-            // The first time, all items are added.
-            let first = if new_item == MAX_SCAN { 0 } else { new_item };
-            (first..=new_item).for_each(|item| self.add_by_key(item));
-        }
-        new_item
+        self.items.push(Item { slot, kind, charges: first_charge..self.charges.len(), key_hash });
+        self.items.len() - 1
     }
 
     /// Returns the acquire that is equal to that of this charge, and whether any acquire has the
     /// same key.
-    fn find_equal(&self, charge: usize) -> (Option<usize>, bool) {
+    fn find_equal(&self, charge: usize, key_hash: Option<u64>) -> (Option<usize>, bool) {
         let (mut equal_item, mut has_same_key) = (None, false);
-        let mut compare = |item: usize| {
-            let other = self.items[item].charges.start;
-            if self.key_of(other) == self.key_of(charge) {
+        for (index, item) in self.items.iter().enumerate() {
+            let other = item.charges.start;
+            if item.key_hash == key_hash && self.key_of(other) == self.key_of(charge) {
                 has_same_key = true;
                 if self.has_equal_quota_and_cost(other, charge) {
-                    equal_item = Some(item);
+                    equal_item = Some(index);
                 }
             }
-        };
-        if self.items.len() <= MAX_SCAN {
-            let is_acquire = |item: &usize| self.items[*item].kind == RequestKind::Acquire;
-            (0..self.items.len()).filter(is_acquire).for_each(compare);
-        } else {
-            let hash = self.hasher.hash_one(self.key_of(charge));
-            let candidates = self.by_key.iter_hash(hash);
-            candidates.filter(|(other, _)| *other == hash).for_each(|(_, item)| compare(*item));
         }
         (equal_item, has_same_key)
-    }
-
-    fn add_by_key(&mut self, item: usize) {
-        if self.items[item].kind == RequestKind::Acquire {
-            let hash = self.hasher.hash_one(self.key_of(self.items[item].charges.start));
-            self.by_key.insert_unique(hash, (hash, item), |(hash, _)| *hash);
-        }
     }
 
     fn key_of(&self, charge: usize) -> &str {
