@@ -1,6 +1,6 @@
 //! [`Script`]: decide.lua with the files that it includes, heartbeat.lua and invalidation.lua.
 
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 
 use redis::Cmd;
 
@@ -56,33 +56,30 @@ const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 const EVALSHA_BYTES: usize = 128;
 /// Number of scripts.
 pub(super) const SCRIPT_COUNT: usize = 4;
+/// decide.lua in both modes, heartbeat.lua, invalidation.lua.
+static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
+    let (decide, mut index) = (assembled(), 0..);
+    let cross_slot = format!("{CROSS_SLOT}{decide}");
+    [decide, cross_slot, HEARTBEAT.to_owned(), INVALIDATION.to_owned()].map(|text| {
+        let sha = redis::Script::new(&text).get_hash().to_owned();
+        Script { index: index.next().unwrap_or(0), text, sha }
+    })
+});
 
 impl Script {
     /// Returns decide.lua.
     pub(super) fn decide(mode: KeyMode) -> &'static Self {
-        static SCRIPTS: [OnceLock<Script>; 2] = [const { OnceLock::new() }; 2];
-        let (index, first_line) = match mode {
-            KeyMode::Declared => (0, ""),
-            KeyMode::CrossSlot => (1, CROSS_SLOT),
-        };
-        SCRIPTS[index].get_or_init(|| Self::new(index, format!("{first_line}{}", assembled())))
-    }
-
-    fn new(index: usize, text: String) -> Self {
-        let sha = redis::Script::new(&text).get_hash().to_owned();
-        Self { index, text, sha }
+        &SCRIPTS[mode as usize]
     }
 
     /// Returns heartbeat.lua.
     pub(super) fn heartbeat() -> &'static Self {
-        static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::new(2, HEARTBEAT.to_owned()))
+        &SCRIPTS[2]
     }
 
     /// Returns invalidation.lua.
     pub(super) fn invalidation() -> &'static Self {
-        static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::new(3, INVALIDATION.to_owned()))
+        &SCRIPTS[3]
     }
 
     /// Returns its index, below [`SCRIPT_COUNT`].
