@@ -6,11 +6,11 @@
 //! causes no errors. A connection that fails its health check is replaced; calls already in flight
 //! on it keep waiting until their own deadline.
 
+use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
@@ -20,6 +20,7 @@ use self::connection::{Connection, is_primary_role, parse_time};
 use self::endpoint::{Address, OpenError, SharedOptions};
 use self::error::{AttemptError, NodeError, one_line};
 use self::refresh::RefreshTrigger;
+use self::resp::{Command, RedisError, Value};
 use self::stats::NodeCalls;
 use super::batch::queue::Queue;
 use super::script::call::LoadedScripts;
@@ -36,6 +37,7 @@ mod scheme;
 pub(super) mod server_clock;
 pub(super) mod stats;
 pub(super) mod tls;
+pub(super) mod url;
 mod wire;
 
 /// Client of one node. Dropping it closes the connection.
@@ -290,24 +292,21 @@ impl NodeClient {
     /// Sends one command on the current connection.
     pub(super) async fn query(
         &self,
-        command: &Cmd,
+        command: Command,
         deadline: Instant,
     ) -> Result<Value, AttemptError> {
-        let connection = self.connection(deadline).await?;
-        let command = command.get_packed_command();
-        let mut replies = self.within(deadline, self.send(&connection, &command, 1)).await?;
-        let reply = replies.pop().unwrap_or(Value::Nil);
-        reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
+        let reply = self.query_all(&[command], deadline).await?.pop().unwrap_or(Value::Nil);
+        reply.into_result().map_err(|error| AttemptError::new(self.address(), &error))
     }
 
     /// Sends several commands in a pipeline. The error of a single command is its reply.
     pub(super) async fn query_all(
         &self,
-        commands: &Pipeline,
+        commands: &[Command],
         deadline: Instant,
     ) -> Result<Vec<Value>, AttemptError> {
         let connection = self.connection(deadline).await?;
-        let encoded = commands.get_packed_pipeline();
+        let encoded = resp::encode(commands);
         self.within(deadline, self.send(&connection, &encoded, commands.len())).await
     }
 }
@@ -409,7 +408,17 @@ impl NodeShared {
 
     fn connect_error(&self, error: &RedisError) -> NodeError {
         // A server that rejects our certificate reports it only after the TLS handshake, if at all.
-        let is_dropped = error.is_connection_dropped() && !error.is_connection_refusal();
+        let is_dropped = matches!(
+            error,
+            RedisError::Io(
+                ErrorKind::BrokenPipe
+                    | ErrorKind::ConnectionReset
+                    | ErrorKind::ConnectionAborted
+                    | ErrorKind::UnexpectedEof
+                    | ErrorKind::NotConnected,
+                _
+            )
+        );
         let hint = if self.options.load().tls.is_some() && is_dropped {
             " (by TLS: does the server require another client certificate?)"
         } else {
@@ -430,16 +439,13 @@ impl NodeShared {
         let connection = Connection::new(wire, &driver);
         // The address may lead to another server now.
         self.refuses_cross_slot.store(false, Ordering::Relaxed);
-        let mut handshake = Pipeline::new();
-        for command in options.handshake_commands() {
-            handshake.add_command(command);
-        }
-        handshake.add_command(self.ping_command());
+        let mut handshake = options.handshake_commands();
+        handshake.push(self.ping_command());
         if self.role == Role::Primary {
-            handshake.add_command(redis::cmd("ROLE"));
+            handshake.push(Command::new("ROLE"));
         }
         let sent = Instant::now();
-        let mut replies = match connection.wire.send_all(&handshake).await {
+        let mut replies = match connection.wire.send(&handshake).await {
             Ok(replies) => replies,
             Err(error) => {
                 let wrong_scheme = self.address.wrong_scheme(&options).await;
@@ -447,8 +453,7 @@ impl NodeShared {
             }
         };
         for reply in &replies {
-            if let Value::ServerError(error) = reply {
-                let error = RedisError::from(error.clone());
+            if let Err(error) = reply.clone().into_result() {
                 return Err(NodeError::during_handshake(&self.address, &error));
             }
         }
@@ -482,10 +487,10 @@ impl NodeShared {
                 }
             }
             let sent = Instant::now();
-            let command = self.ping_command();
-            match timeout(self.connect_timeout, connection.wire.send(&command)).await {
-                Ok(Ok(reply)) => {
-                    if let Some(now) = parse_time(&reply) {
+            let ping = [self.ping_command()];
+            match timeout(self.connect_timeout, connection.wire.send(&ping)).await {
+                Ok(Ok(replies)) => {
+                    if let Some(now) = replies.first().and_then(parse_time) {
                         connection.clock().observe(now, sent, Instant::now());
                     }
                 }
@@ -496,8 +501,8 @@ impl NodeShared {
     }
 
     /// Returns the command of a health check. TIME also updates the server's clock.
-    fn ping_command(&self) -> Cmd {
-        redis::cmd(if self.role == Role::Sentinel { "PING" } else { "TIME" })
+    fn ping_command(&self) -> Command {
+        Command::new(if self.role == Role::Sentinel { "PING" } else { "TIME" })
     }
 
     /// Changes the state, unless the node is retired.

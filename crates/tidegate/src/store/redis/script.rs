@@ -2,9 +2,7 @@
 
 use std::sync::LazyLock;
 
-use redis::Cmd;
-
-use super::client::resp;
+use super::client::resp::{self, Command};
 
 pub(super) mod call;
 pub(super) mod count;
@@ -61,7 +59,7 @@ static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
     let (decide, mut index) = (assembled(), 0..);
     let cross_slot = format!("{CROSS_SLOT}{decide}");
     [decide, cross_slot, HEARTBEAT.to_owned(), INVALIDATION.to_owned()].map(|text| {
-        let sha = redis::Script::new(&text).get_hash().to_owned();
+        let sha = sha1_smol::Sha1::from(&text).digest().to_string();
         Script { index: index.next().unwrap_or(0), text, sha }
     })
 });
@@ -116,10 +114,8 @@ impl Script {
     }
 
     /// Returns an EVALSHA command, up to the number of keys.
-    pub(super) fn evalsha(&self, keys: usize) -> Cmd {
-        let mut command = redis::cmd("EVALSHA");
-        command.arg(&self.sha).arg(keys);
-        command
+    pub(super) fn evalsha(&self, keys: usize) -> Command {
+        Command::new("EVALSHA").arg(&self.sha).arg(keys.to_string())
     }
 }
 
@@ -188,7 +184,7 @@ mod tests {
         let mut by_hash = script.encode_evalsha(1, 1, 0);
         resp::push_word(&mut by_hash, b"key");
         resp::push_word(&mut by_hash, b"argument");
-        let same = script.evalsha(1).arg("key").arg("argument").get_packed_command();
+        let same = resp::encode(&[script.evalsha(1).arg("key").arg("argument")]);
         assert_eq!(by_hash, same);
         let mut with_text = redis::cmd("EVAL");
         with_text.arg(script.text()).arg(1).arg("key").arg("argument");

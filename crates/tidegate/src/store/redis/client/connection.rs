@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::timeout;
 
 use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::NodeError;
+use super::resp::{Command, RedisError, Value};
 use super::server_clock::ServerClock;
 use super::wire::Wire;
 
@@ -45,11 +45,11 @@ impl Drop for Connection {
 pub(crate) async fn query_once(
     address: &Address,
     options: &ConnectionOptions,
-    command: Cmd,
+    command: Command,
     query_timeout: Duration,
 ) -> Result<Value, NodeError> {
     let mut replies = query_all_once(address, options, vec![command], query_timeout).await?;
-    let reply = replies.pop().unwrap_or(Value::Nil).extract_error();
+    let reply = replies.pop().unwrap_or(Value::Nil).into_result();
     reply.map_err(|error| NodeError::during_handshake(address, &error))
 }
 
@@ -58,7 +58,7 @@ pub(crate) async fn query_once(
 pub(crate) async fn query_all_once(
     address: &Address,
     options: &ConnectionOptions,
-    commands: Vec<Cmd>,
+    commands: Vec<Command>,
     query_timeout: Duration,
 ) -> Result<Vec<Value>, NodeError> {
     let query = async {
@@ -73,14 +73,11 @@ pub(crate) async fn query_all_once(
         };
         let driver = tokio::spawn(driver);
         let _connection = Connection::new(wire.clone(), &driver);
-        let mut pipeline = Pipeline::new();
-        let handshake = options.handshake_commands();
-        let handshake_length = handshake.len();
-        for command in handshake.into_iter().chain(commands) {
-            pipeline.add_command(command);
-        }
+        let mut pipeline = options.handshake_commands();
+        let handshake_length = pipeline.len();
+        pipeline.extend(commands);
         let handshake_error = |error: RedisError| NodeError::during_handshake(address, &error);
-        let mut replies = match wire.send_all(&pipeline).await {
+        let mut replies = match wire.send(&pipeline).await {
             Ok(replies) => replies,
             Err(error) => {
                 let wrong_scheme = address.wrong_scheme(options).await;
@@ -89,7 +86,7 @@ pub(crate) async fn query_all_once(
         };
         let answers = replies.split_off(handshake_length.min(replies.len()));
         for reply in replies {
-            reply.extract_error().map_err(handshake_error)?;
+            reply.into_result().map_err(handshake_error)?;
         }
         Ok(answers)
     };
@@ -102,16 +99,13 @@ pub(crate) async fn query_all_once(
 /// Returns whether a reply of ROLE is that of a primary.
 pub(crate) fn is_primary_role(role: &Value) -> bool {
     let Value::Array(parts) = role else { return false };
-    matches!(parts.first(), Some(Value::BulkString(name)) if name == b"master")
+    parts.first().and_then(Value::text) == Some("master")
 }
 
 /// Parses a reply of TIME to microseconds.
 pub(crate) fn parse_time(reply: &Value) -> Option<i64> {
     let Value::Array(parts) = reply else { return None };
-    let number = |part: &Value| match part {
-        Value::BulkString(digits) => std::str::from_utf8(digits).ok()?.parse::<i64>().ok(),
-        _ => None,
-    };
+    let number = |part: &Value| part.text()?.parse::<i64>().ok();
     let [seconds, micros] = parts.as_slice() else { return None };
     // Envoy's proxy returns all microseconds since 1970 as the second number.
     let micros = number(micros).filter(|micros| (0..1_000_000).contains(micros))?;
@@ -125,7 +119,7 @@ mod tests {
     #[test]
     fn only_plausible_times_are_parsed() {
         let reply = |seconds: &str, micros: &str| {
-            let bulk = |text: &str| Value::BulkString(text.as_bytes().to_vec());
+            let bulk = |text: &str| Value::String(text.as_bytes().to_vec());
             parse_time(&Value::Array(vec![bulk(seconds), bulk(micros)]))
         };
         assert_eq!(reply("1794828888", "288879"), Some(1_794_828_888_288_879));

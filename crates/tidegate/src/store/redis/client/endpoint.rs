@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use redis::{Cmd, RedisError};
 use tokio::net::TcpStream;
 
 use super::error::NodeError;
+use super::resp::{Command, RedisError};
 use super::scheme::{self, Handshake};
 use super::tls::ClientTls;
 use super::wire::{Driver, Wire};
@@ -131,22 +131,16 @@ impl ConnectionOptions {
         shared.store(Arc::new(self));
     }
 
-    /// Returns the commands that a new connection starts with. They are not left to the `redis`
-    /// crate, because it hides the server's error.
-    pub(crate) fn handshake_commands(&self) -> Vec<Cmd> {
+    /// Returns the commands that a new connection starts with.
+    pub(crate) fn handshake_commands(&self) -> Vec<Command> {
         let mut commands = Vec::new();
         if let Some(password) = &self.password {
-            let mut auth = redis::cmd("AUTH");
-            if let Some(user) = &self.user {
-                auth.arg(user);
-            }
-            auth.arg(password);
-            commands.push(auth);
+            let auth = Command::new("AUTH");
+            let auth = self.user.iter().fold(auth, Command::arg);
+            commands.push(auth.arg(password));
         }
         if self.database != 0 {
-            let mut select = redis::cmd("SELECT");
-            select.arg(self.database);
-            commands.push(select);
+            commands.push(Command::new("SELECT").arg(self.database.to_string()));
         }
         commands
     }

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use redis::RedisError;
-
 use super::endpoint::Address;
+use super::resp::RedisError;
 use crate::store::StoreError;
 
 /// Reason why a node cannot be used. It never contains a password.
@@ -108,11 +107,13 @@ impl AttemptError {
         let Some(code) = error.code() else {
             return Self::Lost(NodeError::new(address, &one_line(error)));
         };
-        let target = error.redirect_node().and_then(|(node, _)| address.parse_relative(node));
-        let reason = || with_address(address, &one_line(error));
+        let text = one_line(error);
+        let reason = || with_address(address, &text);
+        // The slot and the node of a redirect follow the code.
+        let target = || text.split(' ').nth(2).and_then(|node| address.parse_relative(node));
         Self::Server(match code {
-            "MOVED" => target.map_or_else(|| ServerError::Other(reason()), ServerError::Moved),
-            "ASK" => target.map_or_else(|| ServerError::Other(reason()), ServerError::Ask),
+            "MOVED" => target().map_or_else(|| ServerError::Other(reason()), ServerError::Moved),
+            "ASK" => target().map_or_else(|| ServerError::Other(reason()), ServerError::Ask),
             "TRYAGAIN" => ServerError::TryAgain,
             "CROSSSLOT" => ServerError::CrossSlot,
             "NOSCRIPT" => ServerError::NoScript,
@@ -120,9 +121,7 @@ impl AttemptError {
             "LOADING" | "MASTERDOWN" => ServerError::NotReady(reason()),
             // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
             // You can't write …`.
-            "ERR" if error.detail().is_some_and(|detail| detail.contains("-READONLY ")) => {
-                ServerError::NotWritable(reason())
-            }
+            "ERR" if error.to_string().contains("-READONLY ") => ServerError::NotWritable(reason()),
             _ => ServerError::Other(reason()),
         })
     }
@@ -239,10 +238,7 @@ pub(crate) fn with_address(address: &Address, reason: &str) -> String {
 
 /// Returns the server's error text, or the error of the connection, on one line.
 pub(crate) fn one_line(error: &RedisError) -> String {
-    match (error.code(), error.detail()) {
-        (Some(code), Some(detail)) => normalized(&format!("{code} {detail}")),
-        _ => normalized(&error.to_string()),
-    }
+    normalized(&error.to_string())
 }
 
 /// Removes parts that vary between equal errors, arguments that may be secret, and line breaks.

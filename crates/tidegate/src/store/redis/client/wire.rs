@@ -10,10 +10,9 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker, ready};
 
-use redis::{Cmd, Pipeline, RedisError, RedisResult, Value};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::resp;
+use super::resp::{self, Command, RedisError, Value};
 
 /// Open socket, which its callers share.
 #[derive(Clone)]
@@ -95,15 +94,9 @@ impl Wire {
         (Self { state: Arc::clone(&state) }, Driver { state, to_wake: Vec::new() })
     }
 
-    /// Sends one command. An error of the server is the reply.
-    pub(crate) async fn send(&self, command: &Cmd) -> RedisResult<Value> {
-        let mut replies = self.call(&command.get_packed_command(), 1).await?;
-        Ok(replies.pop().unwrap_or(Value::Nil))
-    }
-
-    /// Sends several commands at once. The error of a single command is its reply.
-    pub(crate) fn send_all(&self, commands: &Pipeline) -> Call {
-        self.call(&commands.get_packed_pipeline(), commands.len())
+    /// Sends commands at once. The error of a single command is its reply.
+    pub(crate) fn send(&self, commands: &[Command]) -> Call {
+        self.call(&resp::encode(commands), commands.len())
     }
 
     /// Sends encoded commands that have this number of replies.
@@ -170,7 +163,7 @@ impl WireState {
         &mut self,
         context: &mut Context<'_>,
         to_wake: &mut Vec<Waker>,
-    ) -> Poll<RedisResult<()>> {
+    ) -> Poll<Result<(), RedisError>> {
         let Some(stream) = &mut self.stream else { return Poll::Ready(Ok(())) };
         if !self.unsent.is_empty() || self.unflushed {
             let Written { length, flushed } = poll_write_some(stream, context, &self.unsent)?;
@@ -194,13 +187,13 @@ impl WireState {
     }
 
     /// Gives the complete replies in the buffer to their calls.
-    fn take_replies(&mut self, to_wake: &mut Vec<Waker>) -> RedisResult<()> {
+    fn take_replies(&mut self, to_wake: &mut Vec<Waker>) -> Result<(), RedisError> {
         let mut start = 0;
         while let Some((reply, length)) = resp::parse(&self.buffer[start..self.received])? {
             start += length;
             let Some(call) = self.calls.get_mut(self.answered) else {
                 // A server that has too many clients says so before the first command.
-                reply.extract_error()?;
+                reply.into_result()?;
                 return Err(unexpected("a reply to no command"));
             };
             call.replies.push(reply);
@@ -235,7 +228,7 @@ impl WireState {
     }
 
     /// Returns the replies of a call, or leaves its waker.
-    fn poll_call(&mut self, number: u64, waker: &Waker) -> Poll<RedisResult<Vec<Value>>> {
+    fn poll_call(&mut self, number: u64, waker: &Waker) -> Poll<Result<Vec<Value>, RedisError>> {
         let index = usize::try_from(number - self.first).unwrap_or(usize::MAX);
         let error = || self.error.clone().unwrap_or_else(closed);
         let Some(call) = self.calls.get_mut(index) else { return Poll::Ready(Err(error())) };
@@ -257,7 +250,7 @@ impl WireState {
 }
 
 impl Future for Call {
-    type Output = RedisResult<Vec<Value>>;
+    type Output = Result<Vec<Value>, RedisError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let result = ready!(lock(&self.state).poll_call(self.number, context.waker()));
@@ -364,9 +357,9 @@ mod tests {
         drop(gone);
         assert_eq!(receive(&mut server, 11).await, b"onetwothree");
         server.write_all(b"+1\r\n+2\r\n:2\r\n$5\r\nth").await.expect("sent");
-        assert_eq!(first.await, Ok(vec![Value::SimpleString("1".to_owned())]));
+        assert_eq!(first.await, Ok(vec![Value::String(b"1".to_vec())]));
         server.write_all(b"ree\r\n").await.expect("sent");
-        assert_eq!(last.await, Ok(vec![Value::BulkString(b"three".to_vec())]));
+        assert_eq!(last.await, Ok(vec![Value::String(b"three".to_vec())]));
     }
 
     #[tokio::test]
@@ -386,7 +379,7 @@ mod tests {
             }
         });
         for call in calls {
-            assert_eq!(call.await, Ok(vec![Value::BulkString(vec![b'x'; 3 * BUFFER])]));
+            assert_eq!(call.await, Ok(vec![Value::String(vec![b'x'; 3 * BUFFER])]));
         }
     }
 
@@ -395,8 +388,8 @@ mod tests {
         let (wire, server) = open(1_024);
         let call = wire.call(b"one", 1);
         drop(server);
-        assert!(call.await.is_err_and(|error| error.is_io_error()));
-        assert!(wire.call(b"two", 1).await.is_err_and(|error| error.is_io_error()));
+        assert!(call.await.is_err_and(|error| matches!(error, RedisError::Io(..))));
+        assert!(wire.call(b"two", 1).await.is_err_and(|error| matches!(error, RedisError::Io(..))));
 
         let (wire, mut server) = open(1_024);
         let call = wire.call(b"one", 1);
@@ -407,7 +400,7 @@ mod tests {
         server.write_all(b"-ERR max number of clients reached\r\n").await.expect("sent");
         tokio::task::yield_now().await;
         let error = wire.call(b"one", 1).await.expect_err("closed");
-        assert_eq!(error.detail(), Some("max number of clients reached"));
+        assert_eq!(error.to_string(), "ERR max number of clients reached");
     }
 
     #[tokio::test]

@@ -9,10 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{FromRedisValue, Value};
-
 use super::internal_key;
 use crate::random::random_u64;
+use crate::store::redis::client::resp::Value;
 use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
 use crate::store::redis::script::call::call_script;
@@ -79,15 +78,13 @@ impl Heartbeats {
             if mark.is_empty() { instance.to_owned() } else { format!("{instance}%{mark}") };
         let token = format!("{:016x}{:016x}", random_u64(), random_u64());
         let command = || {
-            let mut command = script.evalsha(2);
-            command.arg(&key).arg(&version_key).arg(&member);
-            command
-                .arg(silence_timeout(1))
-                .arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);
-            command.arg(silence_timeout(MAX_INSTANCES)).arg(size);
+            let longest = silence_timeout(MAX_INSTANCES);
             let version = cached.as_ref().map_or("", |cached| &cached.version);
-            command.arg(version).arg(&token).arg(max_listed);
-            command
+            let command = script.evalsha(2).arg(&key).arg(&version_key).arg(&member);
+            let command = command.arg(silence_timeout(1).to_string());
+            let command = command.arg((longest / MAX_INSTANCES as u64).to_string());
+            let command = command.arg(longest.to_string()).arg(size.to_string());
+            command.arg(version).arg(&token).arg(max_listed.to_string())
         };
         let (version, listed) =
             call_script(self.topology.state(), script, &key, command, read_reply).await?;
@@ -145,12 +142,12 @@ fn silence_timeout(instances: usize) -> u64 {
 fn read_reply(reply: Value) -> Result<(String, Option<Vec<String>>), StoreError> {
     let unexpected = || StoreError::Refused("unexpected reply of the heartbeat script".to_owned());
     let Value::Array(parts) = reply else { return Err(unexpected()) };
-    let mut parts = parts.into_iter();
-    let version = parts.next().ok_or_else(unexpected)?;
-    let version = String::from_redis_value(version).map_err(|_| unexpected())?;
-    let instances =
-        parts.next().map(Vec::from_redis_value).transpose().map_err(|_| unexpected())?;
-    Ok((version, instances))
+    let text = |value: &Value| value.text().map(str::to_owned).ok_or_else(unexpected);
+    let instances = match parts.get(1) {
+        Some(Value::Array(members)) => Some(members.iter().map(text).collect::<Result<_, _>>()?),
+        _ => None,
+    };
+    Ok((text(parts.first().ok_or_else(unexpected)?)?, instances))
 }
 
 #[cfg(test)]

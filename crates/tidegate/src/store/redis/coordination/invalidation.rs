@@ -7,13 +7,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Value};
-
 use super::internal_key;
 use super::publisher::Publisher;
 use crate::charge::Charge;
 use crate::random::random_u64;
 use crate::store::invalidation::{CountId, Cursor, Invalidations, Scope};
+use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
 use crate::store::redis::script::call::call_script;
@@ -73,12 +72,13 @@ impl InvalidationSet {
 
     /// Publishes invalidations by one call.
     pub(crate) async fn publish(&self, scope: &Scope) -> Result<(), StoreError> {
-        let arguments = |command: &mut Cmd| {
-            if let Scope::Counts(counts) = scope {
-                command.arg(MAX_INVALIDATIONS);
-                for CountId(number) in counts {
-                    command.arg(format!("{number:016x}"));
-                }
+        let arguments = |command: Command| match scope {
+            Scope::All => command,
+            Scope::Counts(counts) => {
+                let add = |command: Command, CountId(number): &CountId| {
+                    command.arg(format!("{number:016x}"))
+                };
+                counts.iter().fold(command.arg(MAX_INVALIDATIONS.to_string()), add)
             }
         };
         let operation = if *scope == Scope::All { "publish-all" } else { "publish" };
@@ -87,24 +87,21 @@ impl InvalidationSet {
 
     /// Reads the invalidations since a cursor.
     pub(crate) async fn poll(&self, since: &Cursor) -> Result<Invalidations, StoreError> {
-        let arguments = |command: &mut Cmd| {
-            command.arg(SET_TTL.as_millis().to_string()).arg(&since.0);
-        };
+        let arguments =
+            |command: Command| command.arg(SET_TTL.as_millis().to_string()).arg(&since.0);
         self.call("poll", arguments, read_reply).await
     }
 
     async fn call<T>(
         &self,
         operation: &str,
-        arguments: impl Fn(&mut Cmd),
+        arguments: impl Fn(Command) -> Command,
         read: impl Fn(Value) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let script = Script::invalidation();
         let command = || {
-            let mut command = script.evalsha(1);
-            command.arg(&self.key).arg(operation).arg(format!("{:016x}", random_u64()));
-            arguments(&mut command);
-            command
+            let command = script.evalsha(1).arg(&self.key).arg(operation);
+            arguments(command.arg(format!("{:016x}", random_u64())))
         };
         call_script(self.topology.state(), script, &self.key, command, read).await
     }
@@ -112,27 +109,19 @@ impl InvalidationSet {
 
 /// Decodes the reply of a poll.
 fn read_reply(reply: Value) -> Result<Invalidations, StoreError> {
-    let (now, cursor_found, members): (u64, bool, Vec<String>) = match reply {
-        Value::Array(mut values) if values.len() >= 3 => {
-            let members = values.split_off(2);
-            let members =
-                members.into_iter().map(redis::from_redis_value).collect::<Result<_, _>>();
-            let (now, cursor_found) =
-                redis::from_redis_value(Value::Array(values)).map_err(|_| unexpected())?;
-            (now, cursor_found, members.map_err(|_| unexpected())?)
-        }
-        _ => return Err(unexpected()),
+    let Value::Array(values) = reply else { return Err(unexpected()) };
+    let [Value::Integer(now), Value::Integer(cursor_found), cursor, members @ ..] = &values[..]
+    else {
+        return Err(unexpected());
     };
-    let mut members = members.into_iter();
-    let cursor = Cursor(members.next().ok_or_else(unexpected)?);
-    let count_of = |member: String| {
-        let number =
-            member.rsplit(':').next().and_then(|number| u64::from_str_radix(number, 16).ok());
-        number.map(CountId).ok_or_else(unexpected)
+    let cursor = Cursor(cursor.text().ok_or_else(unexpected)?.to_owned());
+    let count_of = |member: &Value| {
+        let number = member.text().and_then(|member| member.rsplit(':').next());
+        number.and_then(|number| u64::from_str_radix(number, 16).ok()).map(CountId)
     };
-    let counts = members.map(count_of).collect::<Result<Vec<_>, _>>()?;
-    let scope = if cursor_found { Scope::Counts(counts) } else { Scope::All };
-    Ok(Invalidations { cursor, scope, now: Some(now) })
+    let counts = members.iter().map(count_of).collect::<Option<Vec<_>>>().ok_or_else(unexpected)?;
+    let scope = if *cursor_found == 1 { Scope::Counts(counts) } else { Scope::All };
+    Ok(Invalidations { cursor, scope, now: u64::try_from(*now).ok() })
 }
 
 fn unexpected() -> StoreError {

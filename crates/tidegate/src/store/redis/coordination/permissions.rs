@@ -2,12 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Pipeline, Value};
-
 use crate::random::random_u64;
 use crate::store::StoreError;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::{is_not_permitted, one_line, with_address};
+use crate::store::redis::client::resp::{Command, Value};
 
 /// Commands that the scripts call, besides TIME. With these arguments each of them leaves a short
 /// string unchanged or fails.
@@ -49,14 +48,11 @@ pub(crate) async fn check_permissions(
     let key = format!("{probe_key}:{:016x}", random_u64());
     // Commands for other types fail on a string. Without it, they could create a key that has
     // no TTL.
-    let mut set = redis::cmd("SET");
-    set.arg(&key).arg("").arg("PX").arg(CHECK_TTL);
+    let set = Command::new("SET").arg(&key).arg("").arg("PX").arg(CHECK_TTL.to_string());
     let mut missing = missing_commands(node, [("SET", set)], timeout).await?;
     if missing.is_empty() {
         let commands = SCRIPT_COMMANDS.map(|(name, arguments)| {
-            let mut command = redis::cmd(name);
-            command.arg(&key).arg(arguments);
-            (name, command)
+            (name, arguments.iter().fold(Command::new(name).arg(&key), Command::arg))
         });
         missing = missing_commands(node, commands, timeout).await?;
     }
@@ -69,20 +65,17 @@ pub(crate) async fn check_permissions(
 /// Returns which of these commands the node lacks, with its errors.
 async fn missing_commands<const N: usize>(
     node: &NodeClient,
-    commands: [(&'static str, Cmd); N],
+    commands: [(&'static str, Command); N],
     timeout: Duration,
 ) -> Result<Vec<(&'static str, String)>, StoreError> {
-    let mut pipeline = Pipeline::new();
-    for (_, command) in &commands {
-        pipeline.add_command(command.clone());
-    }
-    let replies = node.query_all(&pipeline, Instant::now() + timeout).await;
+    let (names, commands): (Vec<_>, Vec<_>) = commands.into_iter().unzip();
+    let replies = node.query_all(&commands, Instant::now() + timeout).await;
     let replies = replies.map_err(|error| error.into_store_error(timeout))?;
-    let missing = |((name, _), reply): (&(&'static str, Cmd), Value)| {
-        let error = one_line(&reply.extract_error().err()?);
-        is_not_permitted(&error).then_some((*name, error))
+    let missing = |(name, reply): (&'static str, Value)| {
+        let error = one_line(&reply.into_result().err()?);
+        is_not_permitted(&error).then_some((name, error))
     };
-    Ok(commands.iter().zip(replies).filter_map(missing).collect())
+    Ok(names.into_iter().zip(replies).filter_map(missing).collect())
 }
 
 /// Returns what is missing, and the remedy.

@@ -4,7 +4,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Value};
 use tokio::time::sleep;
 
 use super::slot::SLOTS;
@@ -13,6 +12,7 @@ use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::connection::query_once;
 use crate::store::redis::client::endpoint::Address;
 use crate::store::redis::client::error::{AttemptError, NodeError, ServerError};
+use crate::store::redis::client::resp::{Command, Value};
 
 /// Owner of each slot.
 #[derive(Clone)]
@@ -154,7 +154,7 @@ pub(crate) async fn detect_cluster(topology: Arc<TopologyState>, node: Arc<NodeC
     let mut refresh = topology.refresh.listener();
     loop {
         let is_cluster = match node.ready().await {
-            Ok(()) => match node.query(&cluster_slots(), Instant::now() + QUERY_TIMEOUT).await {
+            Ok(()) => match node.query(cluster_slots(), Instant::now() + QUERY_TIMEOUT).await {
                 Ok(Value::Array(_)) => Some(true),
                 // Cluster mode is off, or the user may not run CLUSTER SLOTS; then the first MOVED
                 // reply triggers another check.
@@ -178,10 +178,8 @@ pub(crate) async fn detect_cluster(topology: Arc<TopologyState>, node: Arc<NodeC
     }
 }
 
-fn cluster_slots() -> Cmd {
-    let mut command = redis::cmd("CLUSTER");
-    command.arg("SLOTS");
-    command
+fn cluster_slots() -> Command {
+    Command::new("CLUSTER").arg("SLOTS")
 }
 
 /// Fetches the slots from a connected primary, or else from any other known node.
@@ -199,7 +197,7 @@ async fn fetch_slots(
         primaries.rotate_left(rotation % count);
     }
     for node in primaries.iter().filter(|node| node.is_up()) {
-        match node.query(&cluster_slots(), Instant::now() + QUERY_TIMEOUT).await {
+        match node.query(cluster_slots(), Instant::now() + QUERY_TIMEOUT).await {
             Ok(reply) => match parse_slots(&reply, node.address()) {
                 Some(slots) => return Ok(slots),
                 None => last_error = NodeError::new(node.address(), NO_SLOTS),
@@ -264,7 +262,9 @@ fn parse_slots(reply: &Value, asked: &Address) -> Option<ClusterSlots> {
     let mut slots = ClusterSlots { ranges: Vec::new(), replicas: Vec::new(), names: Vec::new() };
     for range in ranges {
         let Value::Array(parts) = range else { return None };
-        let [Value::Int(first), Value::Int(last), primary, replicas @ ..] = parts.as_slice() else {
+        let [Value::Integer(first), Value::Integer(last), primary, replicas @ ..] =
+            parts.as_slice()
+        else {
             return None;
         };
         let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
@@ -293,12 +293,12 @@ impl ReportedNode {
     fn parse(value: &Value, asked: &Address) -> Option<Self> {
         let Value::Array(parts) = value else { return None };
         let port = match parts.get(1)? {
-            Value::Int(port) => u16::try_from(*port).ok()?,
+            Value::Integer(port) => u16::try_from(*port).ok()?,
             _ => return None,
         };
-        let preferred = text(parts.first()?).unwrap_or_default();
+        let preferred = parts.first()?.text().unwrap_or_default();
         let others = parts.get(3);
-        let ip = others.and_then(|others| field(others, "ip")).filter(|ip| !ip.is_empty());
+        let ip = others.and_then(|others| others.field("ip")).filter(|ip| !ip.is_empty());
         // `?` stands for a node without a host name, where these are preferred. An endpoint that is
         // null is on the host that was asked.
         let host = if preferred == "?" { ip.unwrap_or_default() } else { preferred };
@@ -306,7 +306,7 @@ impl ReportedNode {
         let name = if is_name {
             Some(host)
         } else {
-            others.and_then(|others| field(others, "hostname")).filter(|name| !name.is_empty())
+            others.and_then(|others| others.field("hostname")).filter(|name| !name.is_empty())
         };
         Some(Self {
             address: asked.resolve_relative(host, port),
@@ -316,38 +316,23 @@ impl ReportedNode {
     }
 }
 
-fn text(value: &Value) -> Option<&str> {
-    match value {
-        Value::BulkString(text) => std::str::from_utf8(text).ok(),
-        Value::SimpleString(text) => Some(text),
-        _ => None,
-    }
-}
-
-/// Returns a field of a list that alternates names and values, as RESP2 has maps.
-fn field<'a>(list: &'a Value, name: &str) -> Option<&'a str> {
-    let Value::Array(parts) = list else { return None };
-    let (pairs, _) = parts.as_chunks::<2>();
-    pairs.iter().find(|[key, _]| text(key) == Some(name)).and_then(|[_, value]| text(value))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn bulk(text: &str) -> Value {
-        Value::BulkString(text.as_bytes().to_vec())
+        Value::String(text.as_bytes().to_vec())
     }
 
     fn node(endpoint: Value, others: &[&str]) -> Value {
         let others = others.iter().map(|text| bulk(text)).collect();
-        Value::Array(vec![endpoint, Value::Int(7_001), bulk("id"), Value::Array(others)])
+        Value::Array(vec![endpoint, Value::Integer(7_001), bulk("id"), Value::Array(others)])
     }
 
     #[test]
     fn endpoints_and_names_of_nodes_are_parsed() {
         let asked = Address::tcp("seed", 7_000);
-        let unnamed = Value::Array(vec![bulk("10.0.0.1"), Value::Int(7_001)]);
+        let unnamed = Value::Array(vec![bulk("10.0.0.1"), Value::Integer(7_001)]);
         for (value, host, name, ip) in [
             (unnamed, "10.0.0.1", None, None),
             (node(bulk("10.0.0.1"), &[]), "10.0.0.1", None, None),

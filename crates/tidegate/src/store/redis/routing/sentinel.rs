@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{Pipeline, Value};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
@@ -18,6 +17,7 @@ use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::connection::{is_primary_role, query_once};
 use crate::store::redis::client::endpoint::Address;
 use crate::store::redis::client::error::{AttemptError, NodeError};
+use crate::store::redis::client::resp::{Command, Value};
 
 /// Report of one sentinel.
 struct SentinelReply {
@@ -101,9 +101,8 @@ async fn query(sentinel: &NodeClient, name: &str) -> Result<SentinelReply, NodeE
     sentinel.ready().await?;
     // One pipeline, so that both replies are consistent. During a failover only the first command
     // returns the new primary.
-    let mut pipeline = Pipeline::with_capacity(2);
-    pipeline.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
-    pipeline.cmd("SENTINEL").arg("MASTER").arg(name);
+    let ask = |question: &str| Command::new("SENTINEL").arg(question).arg(name);
+    let pipeline = [ask("GET-MASTER-ADDR-BY-NAME"), ask("MASTER")];
     let replies = sentinel.query_all(&pipeline, Instant::now() + QUERY_TIMEOUT).await;
     let replies = replies.map_err(|error| match error {
         AttemptError::Down(error) | AttemptError::Lost(error) => error,
@@ -120,16 +119,17 @@ async fn query(sentinel: &NodeClient, name: &str) -> Result<SentinelReply, NodeE
             let [host, port] = parts.as_slice() else {
                 return Err(unknown_primary(sentinel, name));
             };
-            let address = text(host).zip(text(port).and_then(|port| port.parse().ok()));
+            let address = host.text().zip(port.text().and_then(|port| port.parse().ok()));
             let Some((host, port)) = address else { return Err(unknown_primary(sentinel, name)) };
             let epoch =
-                field(details, "config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
-            let down = field(details, "flags")
+                details.field("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
+            let down = details
+                .field("flags")
                 .is_some_and(|flags| flags.split(',').any(|flag| flag == "o_down"));
             Ok(SentinelReply { primary: Address::tcp(host, port), epoch, down })
         }
         Value::Nil => Err(unknown_primary(sentinel, name)),
-        Value::ServerError(error) => {
+        Value::Error(error) => {
             let reason = format!("the server does not answer like a sentinel: {error}");
             Err(NodeError::misconfigured(sentinel.address(), &reason))
         }
@@ -147,13 +147,6 @@ fn unknown_primary(sentinel: &NodeClient, name: &str) -> NodeError {
     )
 }
 
-fn text(value: &Value) -> Option<&str> {
-    match value {
-        Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
-        _ => None,
-    }
-}
-
 /// Returns the replica that is being promoted: the one that already reports to be a primary.
 async fn find_promoted(
     topology: &TopologyState,
@@ -161,28 +154,21 @@ async fn find_promoted(
     name: &str,
 ) -> Option<Address> {
     let replicas = sentinel
-        .query(redis::cmd("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + QUERY_TIMEOUT)
+        .query(Command::new("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + QUERY_TIMEOUT)
         .await
         .ok()?;
     let Value::Array(replicas) = replicas else { return None };
     for replica in &replicas {
-        let port = field(replica, "port").and_then(|port| port.parse().ok());
-        let Some((host, port)) = field(replica, "ip").zip(port) else { continue };
+        let port = replica.field("port").and_then(|port| port.parse().ok());
+        let Some((host, port)) = replica.field("ip").zip(port) else { continue };
         let address = Address::tcp(host, port);
         let role =
-            query_once(&address, &topology.options(), redis::cmd("ROLE"), QUERY_TIMEOUT).await;
+            query_once(&address, &topology.options(), Command::new("ROLE"), QUERY_TIMEOUT).await;
         if role.is_ok_and(|role| is_primary_role(&role)) {
             return Some(address);
         }
     }
     None
-}
-
-/// Returns a field of a reply that alternates names and values.
-fn field<'a>(details: &'a Value, name: &str) -> Option<&'a str> {
-    let Value::Array(parts) = details else { return None };
-    let (pairs, _) = parts.as_chunks::<2>();
-    pairs.iter().find(|[key, _]| text(key) == Some(name)).and_then(|[_, value]| text(value))
 }
 
 impl SentinelView {

@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Value};
 use tokio::time::timeout_at;
 
 use super::{SCRIPT_COUNT, Script};
@@ -17,6 +16,7 @@ use crate::store::StoreError;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::connection::Connection;
 use crate::store::redis::client::error::{AttemptError, ServerError};
+use crate::store::redis::client::resp::{self, Command, Value};
 use crate::store::redis::routing::TopologyState;
 use crate::store::redis::routing::slot::slot_of;
 use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
@@ -205,7 +205,7 @@ impl NodeClient {
                 let reply = |call: &ScriptCall| {
                     // The reply to ASKING.
                     let reply = replies.nth(usize::from(call.asking)).unwrap_or(Value::Nil);
-                    reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
+                    reply.into_result().map_err(|error| AttemptError::new(self.address(), &error))
                 };
                 calls.iter().map(reply).collect()
             }
@@ -229,7 +229,7 @@ impl NodeClient {
             return Ok(());
         }
         scripts.started.fetch_add(1, Ordering::Relaxed);
-        self.query(redis::cmd("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
+        self.query(Command::new("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
         load.last.store(scripts.completed.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Relaxed);
         Ok(())
     }
@@ -253,7 +253,7 @@ pub(crate) async fn call_script<T>(
     topology: &TopologyState,
     script: &'static Script,
     key: &str,
-    command: impl Fn() -> Cmd,
+    command: impl Fn() -> Command,
     read: impl Fn(Value) -> Result<T, StoreError>,
 ) -> Result<T, StoreError> {
     let (slot, timeout) = (slot_of(key), topology.timeout());
@@ -262,7 +262,7 @@ pub(crate) async fn call_script<T>(
     let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
     loop {
         let asking = target.delivery == Delivery::Asking;
-        let call = [ScriptCall { script, command: command().get_packed_command(), asking }];
+        let call = [ScriptCall { script, command: resp::encode(&[command()]), asking }];
         let sent = async {
             let connection = target.node.connection(deadline).await?;
             target.node.run(&connection, &call, deadline).await.remove(0)

@@ -17,6 +17,7 @@ use crate::algorithm::{Algorithm, Encoding};
 use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::Action;
+use crate::store::redis::client::resp::Value;
 use crate::store::redis::client::server_clock::ServerTimes;
 
 const LIMITS: &str =
@@ -153,7 +154,8 @@ impl Calls {
             }
         }
         for reply in connection.req_packed_commands(&commands, 0, calls).expect("decided") {
-            let reply = self.requests[0].read(&order, &reply).expect("a valid reply");
+            let redis::Value::BulkString(reply) = reply else { panic!("{reply:?}") };
+            let reply = self.requests[0].read(&order, &Value::String(reply)).expect("valid");
             for item in reply.items.expect("in time") {
                 assert!(
                     matches!(&item, ItemReply::Grants(grants) if grants.granted == u64::from(allowed)),

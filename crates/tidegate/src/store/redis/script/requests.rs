@@ -14,8 +14,6 @@
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
-use redis::Value;
-
 use super::count::CountKind;
 use super::reply::{ReplyReader, unexpected};
 use super::{KeyMode, Script};
@@ -24,7 +22,7 @@ use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
 use crate::store::redis::client::error::item_error;
-use crate::store::redis::client::resp::push_word;
+use crate::store::redis::client::resp::{Value, push_word};
 use crate::store::redis::client::server_clock::ServerTimes;
 use crate::store::{Action, StoreError};
 
@@ -482,7 +480,7 @@ impl EncodedRequests {
         order: &[OrderedItem],
         reply: &Value,
     ) -> Result<CallReply, StoreError> {
-        let Value::BulkString(bytes) = reply else { return Err(unexpected("not a string")) };
+        let Value::String(bytes) = reply else { return Err(unexpected("not a string")) };
         let mut reader = ReplyReader::new(bytes);
         let now = signed(reader.number()?);
         if reader.is_at_end() && !order.is_empty() {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::*;
+use crate::store::redis::client::resp::parse;
 
 fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
     let request = Request::new(operation, charges);
@@ -20,9 +21,9 @@ fn arguments(command: &[u8]) -> String {
         String::from_utf8_lossy(argument).into_owned()
     };
     // A command is an array of strings.
-    let Ok(Value::Array(words)) = redis::parse_redis_value(command) else { panic!("{command:?}") };
+    let Ok(Some((Value::Array(words), _))) = parse(command) else { panic!("{command:?}") };
     let texts = words.iter().skip(2).map(|word| match word {
-        Value::BulkString(bytes) => text(bytes),
+        Value::String(bytes) => text(bytes),
         other => panic!("{other:?}"),
     });
     texts.collect::<Vec<_>>().join(" ")
@@ -88,7 +89,7 @@ fn acquires_of_different_keys_are_sorted_by_their_quota() {
     let bytes = numbers.iter().flat_map(|number| f64::from(*number).to_le_bytes()).collect();
     let order = requests.order([0, 2, 1, 3], |_| 1);
     assert_eq!(order.iter().map(|ordered| ordered.item).collect::<Vec<_>>(), [0, 1, 2, 3]);
-    let replies = requests.read(&order, &Value::BulkString(bytes)).expect("valid");
+    let replies = requests.read(&order, &Value::String(bytes)).expect("valid");
     let remaining = |reply: &ItemReply| match reply {
         ItemReply::Grants(grants) => grants.remaining,
         _ => panic!("{reply:?}"),
@@ -124,7 +125,7 @@ fn a_malformed_reply_is_an_error() {
     add(&mut requests, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
     let read = |numbers: &[i32]| {
         let bytes = numbers.iter().flat_map(|number| f64::from(*number).to_le_bytes());
-        requests.read(&requests.order([0], |_| 1), &Value::BulkString(bytes.collect()))
+        requests.read(&requests.order([0], |_| 1), &Value::String(bytes.collect()))
     };
     let granted = read(&[5, 1, 10, 60]).expect("valid").items.expect("in time");
     let [ItemReply::Grants(grants)] = &granted[..] else { panic!("{granted:?}") };
@@ -132,7 +133,7 @@ fn a_malformed_reply_is_an_error() {
     assert!(read(&[5]).expect("valid").items.is_none(), "too late");
     assert!(read(&[5, 0, 10, 60, 7, 8]).expect("valid").items.is_some(), "denied");
     let failed = [5.0_f64, -1.0, 3.0].iter().flat_map(|number| number.to_le_bytes());
-    let failed = Value::BulkString(failed.chain(*b"OOM").collect());
+    let failed = Value::String(failed.chain(*b"OOM").collect());
     let failed =
         requests.read(&requests.order([0], |_| 1), &failed).expect("valid").items.expect("in time");
     assert!(matches!(&failed[..], [ItemReply::Error(text)] if text == "OOM"), "{failed:?}");
