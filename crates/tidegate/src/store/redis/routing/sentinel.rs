@@ -114,37 +114,25 @@ async fn query(sentinel: &NodeClient, name: &str) -> Result<SentinelReply, NodeE
     let [primary, details] = replies.as_slice() else {
         return Err(NodeError::new(sentinel.address(), "no answer"));
     };
-    match primary {
-        Value::Array(parts) => {
-            let [host, port] = parts.as_slice() else {
-                return Err(unknown_primary(sentinel, name));
-            };
-            let address = host.text().zip(port.text().and_then(|port| port.parse().ok()));
-            let Some((host, port)) = address else { return Err(unknown_primary(sentinel, name)) };
-            let epoch =
-                details.field("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
-            let down = details
-                .field("flags")
-                .is_some_and(|flags| flags.split(',').any(|flag| flag == "o_down"));
-            Ok(SentinelReply { primary: Address::tcp(host, port), epoch, down })
+    let misconfigured = |reason: &str| Err(NodeError::misconfigured(sentinel.address(), reason));
+    let address = match primary {
+        Value::Array(parts) if parts.len() == 2 => {
+            parts[0].text().zip(parts[1].text().and_then(|port| port.parse().ok()))
         }
-        Value::Nil => Err(unknown_primary(sentinel, name)),
+        Value::Array(_) | Value::Nil => None,
         Value::Error(error) => {
             let reason = format!("the server does not answer like a sentinel: {error}");
-            Err(NodeError::misconfigured(sentinel.address(), &reason))
+            return misconfigured(&reason);
         }
-        _ => {
-            let reason = "the server does not answer like a sentinel";
-            Err(NodeError::misconfigured(sentinel.address(), reason))
-        }
-    }
-}
-
-fn unknown_primary(sentinel: &NodeClient, name: &str) -> NodeError {
-    NodeError::misconfigured(
-        sentinel.address(),
-        &format!("this sentinel knows no primary named {name:?}"),
-    )
+        _ => return misconfigured("the server does not answer like a sentinel"),
+    };
+    let Some((host, port)) = address else {
+        return misconfigured(&format!("this sentinel knows no primary named {name:?}"));
+    };
+    let epoch = details.field("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
+    let flags = details.field("flags").unwrap_or_default();
+    let down = flags.split(',').any(|flag| flag == "o_down");
+    Ok(SentinelReply { primary: Address::tcp(host, port), epoch, down })
 }
 
 /// Returns the replica that is being promoted: the one that already reports to be a primary.
