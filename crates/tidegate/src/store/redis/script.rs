@@ -7,7 +7,7 @@ use super::client::resp::{self, Command};
 pub(super) mod call;
 pub(super) mod count;
 #[cfg(test)]
-mod instructions;
+mod instruction_tests;
 mod reply;
 pub(super) mod requests;
 
