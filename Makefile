@@ -16,7 +16,8 @@ help: ## List the targets
 # Programs that the tests run, each with its Debian package.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
 	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess \
-	apache2:apache2-bin php:php-cli puma:puma zstd:zstd chromium:chromium systemd-analyze:systemd
+	apache2:apache2-bin php:php-cli puma:puma zstd:zstd chromium:chromium systemd-analyze:systemd \
+	luacheck:lua-check
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
@@ -75,9 +76,10 @@ format: ## Check the format (cargo fmt fixes it)
 	cargo fmt --all --check --manifest-path bench/Cargo.toml
 	cargo fmt --all --check --manifest-path bench/instructions/Cargo.toml
 
-lint: ## Run Clippy with warnings as errors, and check the links in the documentation
+lint: ## Run Clippy and luacheck with warnings as errors, and check the links in the documentation
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	cargo clippy --workspace --test faults --locked -- -D warnings
+	luacheck --quiet crates bench/src deploy
 	RUSTDOCFLAGS='-D warnings' cargo doc -p tidegate --no-deps --locked --all-features --quiet
 
 quick: format ## Check format, lints, unit tests and the memory store: two minutes when it is built

@@ -1,7 +1,8 @@
 //! The five algorithms as pure integer arithmetic: the caller passes in the state and the time, so
 //! there is no clock, no I/O and no floating point here.
 //!
-//! Each algorithm has a Lua twin next to it, which does the same on Redis under the same names:
+//! Each algorithm has a Lua twin next to it, which does the same on Redis under the same names. Its
+//! fast path there is `NAME.fast.lua`.
 //!
 //! | algorithm | Rust | Lua |
 //! | --- | --- | --- |

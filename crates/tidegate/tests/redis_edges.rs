@@ -612,11 +612,11 @@ async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
 /// Compares the arithmetic of all algorithms, in Lua's doubles, with Rust's `u128`.
 #[test]
 fn lua_multiplies_and_divides_exactly() {
-    const ARITHMETIC: &str = include_str!("../src/store/redis/arithmetic.lua");
+    const ARITHMETIC: &str = include_str!("../src/store/redis/script/arithmetic.lua");
     let redis = Redis::start();
     let mut connection = redis.connection();
     let script = redis::Script::new(&format!(
-        "local floor = math.floor\n{ARITHMETIC}\n\
+        "local floor, whole, mul_div_rem, mul_div_ceil = math.floor\n{ARITHMETIC}\n\
          local a, b, m = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])\n\
          local q, r = mul_div_rem(a, b, m)\n\
          return {{whole(q), whole(r), whole(mul_div_ceil(a, b, m))}}"

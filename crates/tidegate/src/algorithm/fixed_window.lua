@@ -8,62 +8,12 @@
 -- count in place (SETRANGE), which costs two thirds of a SET.
 --   GET rate_limit:{user123}:per-user
 --   ->   "w", 7, 1700000000000000, 60000000
-
--- The windows of this run start here, unless the clock has stepped back.
-local begins, expires = now - now % window, nil
-for i = from, to do
-  local key = keys[i]
-  local text = try('GET', key)
-  local units, start, is_new = 0, begins, true
-  if text then
-    local tag, stored_units, stored_start, stored_window
-    if #text == 25 then
-      tag, stored_units, stored_start, stored_window = unpack_struct('<Bddd', text)
-    end
-    -- Neither a fraction nor NaN.
-    if tag ~= 119 or not (stored_units >= 0 and stored_start <= now
-      and stored_units % 1 + stored_start % 1 == 0) then
-      rare = i
-      break
-    end
-    if stored_start + window > now then
-      if stored_window ~= window then rare = i break end
-      units, start, is_new = stored_units, stored_start, false
-    end
-  end
-  local remaining, left = limit - units, start + window - now
-  if remaining < 0 then remaining = 0 end
-  if total <= remaining then
-    if spends then
-      if is_new then
-        if not expires then
-          expires = math.floor((begins + window + expiry_shift) / 1000) + 1
-          if from < to then expires = string.format('%.0f', expires) end
-        end
-        local state = pack('<Bddd', 119, total, start, window)
-        if try('SET', key, state, 'PXAT', expires).err then rare = i break end
-      elseif try('SETRANGE', key, '1', pack('<d', units + total)) ~= 25 then
-        rare = i
-        break
-      end
-    end
-    if is_single then return pack('<dddd', server_time, times, remaining, left) end
-    replied = replied + 1
-    reply[replied] = pack('<ddd', times, remaining, left)
-  elseif cost > remaining then
-    local reset_after = units == 0 and 0 or left
-    if is_single then
-      return pack('<dddddd', server_time, 0, remaining, left, left, reset_after)
-    end
-    replied = replied + 1
-    reply[replied] = pack('<ddddd', 0, remaining, left, left, reset_after)
-  else
-    rare = i
-    break
-  end
-end
-
---------------------------------- general ---------------------------------
+--
+-- general.lua includes this file, and says what its functions do.
+-- inputs
+-- luacheck: read globals call expiry is_count is_time now pack read unpack_struct
+-- outputs
+-- luacheck: globals algorithms
 
 algorithms[5] = {
   load = function(key, quota)

@@ -54,27 +54,27 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
+use self::batch::dispatch::dispatch;
+use self::batch::queue::Enqueued;
 use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
-use self::dispatch::dispatch;
-pub use self::health::{NodeHealth, Reply};
-use self::heartbeat::CachedInstances;
-use self::invalidation::PendingInvalidation;
-use self::node::NodeClient;
+use self::client::NodeClient;
+use self::client::server_clock::{ServerClock, ServerTimes};
+use self::client::stats::BucketCounters;
+pub use self::client::stats::Distribution;
+pub use self::client::tls::Tls;
+use self::coordination::heartbeat::Heartbeats;
+use self::coordination::invalidation::PendingInvalidation;
 #[doc(hidden)]
-pub use self::permissions::SCRIPT_COMMANDS;
-use self::publisher::Publisher;
-use self::queue::Enqueued;
-use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+pub use self::coordination::permissions::SCRIPT_COMMANDS;
+use self::coordination::publisher::Publisher;
+pub use self::health::{NodeHealth, Reply};
 pub use self::resilient::ResilientRedis;
-use self::server_clock::{ServerClock, ServerTimes};
-use self::slot::slot_of_user_key;
-use self::stats::BucketCounters;
-pub use self::stats::Distribution;
-use self::step::{CallError, Delivery, NextStep, Retries, Target};
-pub use self::tls::Tls;
-use self::topology::Topology;
+use self::routing::Topology;
+use self::routing::slot::slot_of_user_key;
+use self::routing::step::{CallError, Delivery, NextStep, Retries, Target};
+use self::script::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use super::invalidation::{Cursor, Invalidations};
 use super::{Action, Outcome, SharedStore, Store, StoreError};
 use crate::charge::Charge;
@@ -86,38 +86,12 @@ use crate::limiter::runtime::OnRuntime;
 
 mod batch;
 mod builder;
-mod call;
-mod compensation;
-mod connection;
-mod count;
-mod dispatch;
-mod endpoint;
-mod error;
-mod groups;
+mod client;
+mod coordination;
 mod health;
-mod heartbeat;
-#[cfg(test)]
-mod instructions;
-mod invalidation;
-mod node;
-mod permissions;
-mod probe;
-mod publisher;
-mod queue;
-mod refresh;
-mod reply;
-mod requests;
 mod resilient;
-mod resp;
-mod scheme;
+mod routing;
 mod script;
-mod server_clock;
-mod slot;
-mod stats;
-mod step;
-mod tls;
-mod topology;
-mod wire;
 
 /// Store whose counts all processes on one Redis or one cluster share.
 ///
@@ -135,8 +109,9 @@ pub struct RedisStore {
 
 /// State of a store. Background tasks share it, because a refund may outlast its caller.
 struct Shared {
-    topology: Topology,
-    publisher: Publisher,
+    topology: Arc<Topology>,
+    publisher: Arc<Publisher>,
+    heartbeats: Heartbeats,
     prefix: String,
     /// Mark of the format in names of counts.
     format_mark: String,
@@ -144,7 +119,6 @@ struct Shared {
     timeout: Duration,
     group_commit: bool,
     cross_slot: bool,
-    instances: CachedInstances,
     /// Number of decisions in each call.
     call_sizes: BucketCounters,
     /// Runtime in which the store was connected.
@@ -310,7 +284,7 @@ impl Shared {
                 return Err(target.node.circuit().open_error().into());
             }
             let handle = if self.group_commit {
-                match queue::enqueue(self, &target, request, slot, deadline, write_key) {
+                match batch::queue::enqueue(self, &target, request, slot, deadline, write_key) {
                     Enqueued::Wait(handle) => handle,
                     // Boxed, so that the future of a caller that waits for a batch stays small.
                     Enqueued::Lead(leader) => Box::pin(leader.send()).await,
@@ -397,7 +371,7 @@ impl Store for RedisStore {
             let charges = std::slice::from_ref(charge);
             let request = Request::new(Operation::Apply(action), charges);
             let started = Instant::now();
-            let invalidation = PendingInvalidation::of(&self.shared, action, charges);
+            let invalidation = PendingInvalidation::of(&self.shared.publisher, action, charges);
             let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
                 Ok(decided) => decided.into_one(),
                 Err(error) => Err(error.into_store_error()),
@@ -422,8 +396,8 @@ impl Store for RedisStore {
                 return collect_independent(join_all(decided).await);
             }
             let started = Instant::now();
-            let invalidation = PendingInvalidation::of(&self.shared, action, charges);
-            let decided = groups::decide_all(&self.shared, action, charges, started).await;
+            let invalidation = PendingInvalidation::of(&self.shared.publisher, action, charges);
+            let decided = batch::groups::decide_all(&self.shared, action, charges, started).await;
             if let Some(invalidation) = invalidation {
                 Box::pin(invalidation.publish(started + self.shared.timeout)).await;
             }
@@ -442,14 +416,19 @@ impl Store for RedisStore {
 
 impl SharedStore for RedisStore {
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.shared.send_heartbeat(instance).await
+        self.shared.heartbeats.send(instance).await
     }
 
     fn invalidations(
         &self,
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
-        Some(self.shared.poll_invalidations(since))
+        Some(async {
+            let mut polled = self.shared.publisher.set.poll(since).await?;
+            // A manual clock replaces the server's time in all scripts.
+            polled.now = self.shared.driven_time().or(polled.now);
+            Ok(polled)
+        })
     }
 
     fn epoch(&self) -> u64 {

@@ -12,10 +12,15 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use super::requests::{EncodedRequests, ItemReply, Request, RequestDecisions};
-use super::step::{Delivery, NextStep};
+use super::routing::step::{Delivery, NextStep};
+use super::script::requests::{EncodedRequests, ItemReply, Request, RequestDecisions};
 use crate::charge::Charge;
 use crate::store::StoreError;
+
+mod compensation;
+pub(super) mod dispatch;
+pub(super) mod groups;
+pub(super) mod queue;
 
 /// Batch of requests for one node.
 #[derive(Default)]

@@ -4,16 +4,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use redis::{ConnectionAddr, IntoConnectionInfo};
 use tokio::runtime::Handle;
 
-use super::count::{FORMAT, format_mark};
-use super::endpoint::{Address, ConnectionOptions};
-use super::heartbeat::CachedInstances;
-use super::publisher::Publisher;
-use super::stats::BucketCounters;
-use super::tls::Tls;
-use super::topology::{Seeds, Topology};
+use super::client::endpoint::{Address, ConnectionOptions};
+use super::client::stats::BucketCounters;
+use super::client::tls::Tls;
+use super::client::url::Url;
+use super::coordination::heartbeat::Heartbeats;
+use super::coordination::invalidation::InvalidationSet;
+use super::coordination::publisher::Publisher;
+use super::routing::{Seeds, Topology};
+use super::script::count::{FORMAT, format_mark};
 use super::{RedisStore, Shared};
 use crate::clock::SystemClock;
 use crate::store::StoreError;
@@ -67,21 +68,6 @@ pub(super) enum Deployment {
     Cluster,
     Sentinel { primary: String },
 }
-
-/// Parsed URL.
-struct Url {
-    address: Address,
-    tls: bool,
-    user: Option<String>,
-    password: Option<String>,
-    database: i64,
-}
-
-/// Nine digits: more databases than any server has.
-const MAX_DATABASE: i64 = 999_999_999;
-
-const URL_SYNTAX: &str =
-    "it must look like redis://[user:password@]host[:port][/database], or rediss:// for TLS";
 
 impl Builder {
     pub(super) fn new(
@@ -222,17 +208,19 @@ impl Builder {
     /// Panics outside of a Tokio runtime.
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
         let (seeds, options) = self.validate()?;
+        let topology = Arc::new(Topology::start(seeds, options, self.timeout));
+        let format_mark = format_mark(self.format);
         Ok(RedisStore {
             shared: Arc::new(Shared {
                 clock: SystemClock::new(),
-                topology: Topology::start(seeds, options, self.timeout),
-                publisher: Publisher::new(),
+                publisher: Arc::new(Publisher::new(InvalidationSet::new(&topology, &self.prefix))),
+                heartbeats: Heartbeats::new(&topology, &self.prefix, &format_mark),
+                topology,
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,
                 cross_slot: self.cross_slot,
-                format_mark: format_mark(self.format),
-                instances: CachedInstances::default(),
+                format_mark,
                 call_sizes: BucketCounters::of_call_sizes(),
                 runtime: Handle::current(),
                 #[cfg(feature = "testing")]
@@ -332,47 +320,6 @@ impl Builder {
             ));
         }
         Ok(())
-    }
-}
-
-impl Url {
-    /// Parses a URL. No error quotes it, because it may contain a password.
-    fn parse(url: &str) -> Result<Self, StoreError> {
-        let invalid =
-            || StoreError::Misconfigured(format!("this is not a Redis URL: {URL_SYNTAX}"));
-        let (scheme, rest) = url.split_once("://").ok_or_else(invalid)?;
-        let (tls, scheme) = match scheme {
-            "redis" | "valkey" => (false, "redis"),
-            "rediss" | "valkeys" => (true, "redis"),
-            "unix" | "redis+unix" | "valkey+unix" => (false, "redis+unix"),
-            _ => return Err(invalid()),
-        };
-        if rest.contains('#') {
-            let message = "a Redis URL must have no fragment: #insecure, TLS without \
-                           verification, is not supported (write a # in a password as %23)";
-            return Err(misconfigured(message));
-        }
-        // The URL parser would remove these silently.
-        if rest.chars().any(char::is_control) || rest.trim_end() != rest {
-            return Err(invalid());
-        }
-        let info = format!("{scheme}://{rest}").into_connection_info().map_err(|_| invalid())?;
-        let address = match info.addr() {
-            ConnectionAddr::Tcp(host, port) => Address::tcp(host, *port),
-            ConnectionAddr::Unix(path) => Address::Unix(path.clone()),
-            _ => return Err(invalid()),
-        };
-        let settings = info.redis_settings();
-        if !(0..=MAX_DATABASE).contains(&settings.db()) {
-            return Err(invalid());
-        }
-        Ok(Self {
-            address,
-            tls,
-            user: settings.username().map(str::to_owned),
-            password: settings.password().map(str::to_owned),
-            database: settings.db(),
-        })
     }
 }
 

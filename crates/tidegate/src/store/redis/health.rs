@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Pipeline, Value};
-
 use super::RedisStore;
-use super::connection::query_all_once;
-use super::endpoint::Address;
-use super::node::NodeClient;
-use super::stats::Distribution;
+use super::client::NodeClient;
+use super::client::connection::query_all_once;
+use super::client::endpoint::Address;
+use super::client::resp::{Command, Value};
+use super::client::stats::Distribution;
 use crate::resilience::CircuitState;
 use crate::store::StoreError;
 
@@ -155,11 +154,9 @@ impl RedisStore {
         let has_address = |node: &&Arc<NodeClient>| node.address().to_string() == address;
         let primaries = topology.primaries();
         if let Some(node) = primaries.iter().chain(topology.sentinels()).find(has_address) {
-            let mut pipeline = Pipeline::new();
-            for command in commands.iter().filter_map(|words| command(words)) {
-                pipeline.add_command(command);
-            }
-            let replies = node.query_all(&pipeline, Instant::now() + timeout).await;
+            let commands: Vec<Command> =
+                commands.iter().filter_map(|words| command(words)).collect();
+            let replies = node.query_all(&commands, Instant::now() + timeout).await;
             let replies = replies.map_err(|error| error.into_store_error(timeout))?;
             return Ok(replies.into_iter().map(Reply::from_value).collect());
         }
@@ -210,28 +207,19 @@ impl NodeHealth {
     }
 }
 
-fn command(words: &[&str]) -> Option<Cmd> {
+fn command(words: &[&str]) -> Option<Command> {
     let (name, arguments) = words.split_first()?;
-    let mut command = redis::cmd(name);
-    command.arg(arguments);
-    Some(command)
+    Some(arguments.iter().fold(Command::new(name), Command::arg))
 }
 
 impl Reply {
     fn from_value(value: Value) -> Self {
         match value {
             Value::Nil => Self::Nil,
-            Value::Int(number) => Self::Integer(number),
-            Value::Okay => Self::Text("OK".to_owned()),
-            Value::SimpleString(text) => Self::Text(text),
-            Value::BulkString(bytes) => Self::Text(String::from_utf8_lossy(&bytes).into_owned()),
+            Value::Integer(number) => Self::Integer(number),
+            Value::String(bytes) => Self::Text(String::from_utf8_lossy(&bytes).into_owned()),
             Value::Array(values) => Self::List(values.into_iter().map(Self::from_value).collect()),
-            Value::ServerError(error) => {
-                let detail = error.details().unwrap_or_default();
-                Self::Error(format!("{} {detail}", error.code()).trim_end().to_owned())
-            }
-            // Types of RESP3, which we do not use.
-            other => Self::Error(format!("unexpected type of reply: {other:?}")),
+            Value::Error(text) => Self::Error(text),
         }
     }
 }

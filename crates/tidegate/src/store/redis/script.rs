@@ -1,10 +1,15 @@
-//! [`Script`]: decide.lua, assembled from its parts, heartbeat.lua and invalidation.lua.
+//! [`Script`]: decide.lua with the files that it includes, heartbeat.lua and invalidation.lua.
 
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 
-use redis::Cmd;
+use super::client::resp::{self, Command};
 
-use super::resp;
+pub(super) mod call;
+pub(super) mod count;
+#[cfg(test)]
+mod instruction_tests;
+mod reply;
+pub(super) mod requests;
 
 /// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {
@@ -25,55 +30,54 @@ pub(super) enum KeyMode {
     CrossSlot,
 }
 
-const DECIDE: &str = include_str!("decide.lua");
-const GENERAL: &str = include_str!("general.lua");
-const ARITHMETIC: &str = include_str!("arithmetic.lua");
-const HEARTBEAT: &str = include_str!("heartbeat.lua");
-const INVALIDATION: &str = include_str!("invalidation.lua");
-/// Lua twins of the algorithms: name, text.
-const ALGORITHMS: [(&str, &str); 5] = [
-    ("sliding_log", include_str!("../../algorithm/sliding_log.lua")),
-    ("sliding_log_packed", include_str!("../../algorithm/sliding_log_packed.lua")),
-    ("sliding_counter", include_str!("../../algorithm/sliding_counter.lua")),
-    ("fixed_window", include_str!("../../algorithm/fixed_window.lua")),
-    ("bucket", include_str!("../../algorithm/bucket.lua")),
+const DECIDE: &str = include_str!("script/decide.lua");
+const HEARTBEAT: &str = include_str!("coordination/heartbeat.lua");
+const INVALIDATION: &str = include_str!("coordination/invalidation.lua");
+/// Files that decide.lua includes, by name: general.lua before those that it includes itself.
+const INCLUDED: [(&str, &str); 12] = [
+    ("general.lua", include_str!("script/general.lua")),
+    ("arithmetic.lua", include_str!("script/arithmetic.lua")),
+    ("bucket.lua", include_str!("../../algorithm/bucket.lua")),
+    ("bucket.fast.lua", include_str!("../../algorithm/bucket.fast.lua")),
+    ("fixed_window.lua", include_str!("../../algorithm/fixed_window.lua")),
+    ("fixed_window.fast.lua", include_str!("../../algorithm/fixed_window.fast.lua")),
+    ("sliding_counter.lua", include_str!("../../algorithm/sliding_counter.lua")),
+    ("sliding_counter.fast.lua", include_str!("../../algorithm/sliding_counter.fast.lua")),
+    ("sliding_log.lua", include_str!("../../algorithm/sliding_log.lua")),
+    ("sliding_log.fast.lua", include_str!("../../algorithm/sliding_log.fast.lua")),
+    ("sliding_log_packed.lua", include_str!("../../algorithm/sliding_log_packed.lua")),
+    ("sliding_log_packed.fast.lua", include_str!("../../algorithm/sliding_log_packed.fast.lua")),
 ];
-/// Line between the two parts of an algorithm's file.
-const SEPARATOR: &str =
-    "\n--------------------------------- general ---------------------------------\n";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 /// Number of bytes of an EVALSHA command without keys and arguments, at most.
 const EVALSHA_BYTES: usize = 128;
 /// Number of scripts.
 pub(super) const SCRIPT_COUNT: usize = 4;
+/// decide.lua in both modes, heartbeat.lua, invalidation.lua.
+static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
+    let (decide, mut index) = (assembled(), 0..);
+    let cross_slot = format!("{CROSS_SLOT}{decide}");
+    [decide, cross_slot, HEARTBEAT.to_owned(), INVALIDATION.to_owned()].map(|text| {
+        let sha = sha1_smol::Sha1::from(&text).digest().to_string();
+        Script { index: index.next().unwrap_or(0), text, sha }
+    })
+});
 
 impl Script {
     /// Returns decide.lua.
     pub(super) fn decide(mode: KeyMode) -> &'static Self {
-        static SCRIPTS: [OnceLock<Script>; 2] = [const { OnceLock::new() }; 2];
-        let (index, first_line) = match mode {
-            KeyMode::Declared => (0, ""),
-            KeyMode::CrossSlot => (1, CROSS_SLOT),
-        };
-        SCRIPTS[index].get_or_init(|| Self::new(index, format!("{first_line}{}", assembled())))
-    }
-
-    fn new(index: usize, text: String) -> Self {
-        let sha = redis::Script::new(&text).get_hash().to_owned();
-        Self { index, text, sha }
+        &SCRIPTS[mode as usize]
     }
 
     /// Returns heartbeat.lua.
     pub(super) fn heartbeat() -> &'static Self {
-        static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::new(2, HEARTBEAT.to_owned()))
+        &SCRIPTS[2]
     }
 
     /// Returns invalidation.lua.
     pub(super) fn invalidation() -> &'static Self {
-        static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::new(3, INVALIDATION.to_owned()))
+        &SCRIPTS[3]
     }
 
     /// Returns its index, below [`SCRIPT_COUNT`].
@@ -110,41 +114,34 @@ impl Script {
     }
 
     /// Returns an EVALSHA command, up to the number of keys.
-    pub(super) fn evalsha(&self, keys: usize) -> Cmd {
-        let mut command = redis::cmd("EVALSHA");
-        command.arg(&self.sha).arg(keys);
-        command
+    pub(super) fn evalsha(&self, keys: usize) -> Command {
+        Command::new("EVALSHA").arg(&self.sha).arg(keys.to_string())
     }
 }
 
-/// Returns decide.lua with the texts that its lines `--general`, `--arithmetic`, `--ordinary
-/// <algorithm>` and `--general <algorithm>` stand for. A text in a branch that is not taken costs nothing, but a
-/// function would, because Lua creates the functions of a script in each call.
+/// Returns decide.lua with the files that it includes. A text in a branch that is not taken costs
+/// nothing, but a function would, because Lua creates the functions of a script in each call.
 fn assembled() -> String {
-    let mut text = DECIDE.replace("--general\n", GENERAL).replace("--arithmetic\n", ARITHMETIC);
-    for (name, algorithm) in ALGORITHMS {
-        let (ordinary, general) = algorithm.split_once(SEPARATOR).unwrap_or((algorithm, ""));
-        text = text
-            .replace(&format!("--ordinary {name}\n"), ordinary)
-            .replace(&format!("--general {name}\n"), general);
-    }
-    text
+    let include = |text: String, (name, file): &(&str, &str)| {
+        text.replace(&format!("include('{name}')\n"), file)
+    };
+    INCLUDED.iter().fold(DECIDE.to_owned(), include)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
     use super::*;
 
     #[test]
     fn a_script_has_all_parts() {
         let text = Script::decide(KeyMode::Declared).text();
-        let missing = text.lines().find(|line| {
-            let mark = line.trim_start().strip_prefix("--");
-            mark.is_some_and(|mark| mark.starts_with(char::is_alphabetic))
-        });
-        assert_eq!(missing, None, "a part is missing");
-        for (name, algorithm) in ALGORITHMS {
-            assert!(algorithm.contains(SEPARATOR), "{name}.lua has two parts");
+        assert!(!text.contains("include("), "a file is missing");
+        for (name, file) in INCLUDED {
+            let last_line = file.lines().last().expect("a line");
+            assert!(text.contains(last_line), "{name} is not included");
         }
         let cross_slot = Script::decide(KeyMode::CrossSlot);
         assert_eq!(cross_slot.text().strip_prefix(CROSS_SLOT), Some(text));
@@ -160,13 +157,34 @@ mod tests {
         assert_eq!(scripts.len(), SCRIPT_COUNT);
     }
 
+    /// The heads of the files say which variables of their includer they use. Here luacheck sees
+    /// all files together, and finds those that no file has, and those that no file uses.
+    #[test]
+    fn variables_of_a_file_are_those_of_its_includer() {
+        let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.luacheckrc");
+        let mut luacheck = Command::new("luacheck")
+            .args(["--config", config, "--no-max-line-length", "--no-color", "-"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("luacheck is installed by `make setup`");
+        let text = Script::decide(KeyMode::Declared).text();
+        let is_code = |line: &&str| !line.starts_with("-- luacheck:");
+        let code: Vec<&str> = text.lines().filter(is_code).collect();
+        let mut input = luacheck.stdin.take().expect("piped");
+        input.write_all(code.join("\n").as_bytes()).expect("luacheck reads it");
+        drop(input);
+        let output = luacheck.wait_with_output().expect("luacheck ends");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+
     #[test]
     fn a_call_by_hash_becomes_one_with_the_text() {
         let script = Script::decide(KeyMode::Declared);
         let mut by_hash = script.encode_evalsha(1, 1, 0);
         resp::push_word(&mut by_hash, b"key");
         resp::push_word(&mut by_hash, b"argument");
-        let same = script.evalsha(1).arg("key").arg("argument").get_packed_command();
+        let same = resp::encode(&[script.evalsha(1).arg("key").arg("argument")]);
         assert_eq!(by_hash, same);
         let mut with_text = redis::cmd("EVAL");
         with_text.arg(script.text()).arg(1).arg("key").arg("argument");

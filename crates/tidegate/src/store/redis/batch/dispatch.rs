@@ -1,0 +1,291 @@
+//! Sends a batch to its node: one pipeline, whose calls decide the items of the batch.
+//!
+//! On a cluster, one call decides items of any slots of the node, if the server allows it: the
+//! script declares one key and names the others as arguments. An item whose key is on another node
+//! then fails alone, has written nothing, and is sent again alone, so that the server redirects it.
+//! Where the server does not allow it, there is one call per slot.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::time::sleep_until;
+
+use super::{Batch, InFlightBatch, ItemResult, Sealed};
+use crate::resilience::circuit::failure;
+use crate::store::StoreError;
+use crate::store::redis::Shared;
+use crate::store::redis::client::NodeClient;
+use crate::store::redis::client::error::{
+    AttemptError, NodeError, ServerError, is_non_local_key, is_readonly, is_server_condition,
+    item_error, refuses_undeclared, with_address,
+};
+use crate::store::redis::routing::step::{Delivery, NextStep};
+use crate::store::redis::script::call::{ScriptCall, ScriptResult};
+use crate::store::redis::script::requests::{ItemReply, LATER, OrderedItem};
+use crate::store::redis::script::{KeyMode, Script};
+
+/// Call of a batch.
+struct PlannedCall {
+    items: Vec<OrderedItem>,
+    mode: KeyMode,
+    asking: bool,
+}
+
+/// Sends a batch, counts its result once in the circuit of the node, and completes it.
+pub(crate) async fn dispatch(
+    shared: &Arc<Shared>,
+    node: &Arc<NodeClient>,
+    in_flight: &InFlightBatch,
+) {
+    dispatch_with(shared, node, in_flight, |result| shared.record(node, result)).await;
+}
+
+/// Sends a batch without an effect on the circuit of the node, as its probes do.
+pub(crate) async fn dispatch_probe(shared: &Shared, node: &Arc<NodeClient>, probe: &InFlightBatch) {
+    dispatch_with(shared, node, probe, |_| {}).await;
+}
+
+/// Sends a batch, and completes it. Wakes waiters whose deadline passes before that.
+async fn dispatch_with(
+    shared: &Shared,
+    node: &Arc<NodeClient>,
+    InFlightBatch(batch): &InFlightBatch,
+    record: impl Fn(Result<(), &StoreError>),
+) {
+    let sealed = batch.seal(Instant::now());
+    let round = Round { shared, node, batch, sealed: &sealed };
+    let results = {
+        let mut call = pin!(round.send());
+        let mut next_deadline = sealed.earliest;
+        loop {
+            // No caller waits any more.
+            let Some(deadline) = next_deadline else { break round.time_out() };
+            tokio::select! {
+                biased;
+                results = &mut call => break results,
+                () = sleep_until(deadline.into()) => next_deadline = batch.expire(Instant::now()),
+            }
+        }
+    };
+    match round.outcome(&results) {
+        Some(Ok(())) => record(Ok(())),
+        Some(Err(error)) => record(Err(&error)),
+        None => {}
+    }
+    batch.complete(sealed, results);
+}
+
+/// A sealed batch on its way to a node.
+struct Round<'a> {
+    shared: &'a Shared,
+    node: &'a Arc<NodeClient>,
+    batch: &'a Batch,
+    sealed: &'a Sealed,
+}
+
+impl Round<'_> {
+    /// Sends the batch, and returns the result of each item.
+    async fn send(&self) -> Vec<ItemResult> {
+        let items = self.sealed.requests.items().len();
+        let mut results: Vec<ItemResult> = (0..items).map(|_| Err(NextStep::TimeOut)).collect();
+        let to_send = (0..items).filter(|item| self.sealed.repeats[*item] > 0).collect();
+        let mut calls = self.plan(to_send, self.shared.crosses_slots(self.node));
+        while !calls.is_empty() {
+            let mut to_declare = Vec::new();
+            for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
+                match replies {
+                    Ok(replies) => {
+                        for (OrderedItem { item, .. }, reply) in call.items.iter().zip(replies) {
+                            results[*item] = self.item_result(*item, reply, call.mode);
+                        }
+                    }
+                    Err(error) if call.mode == KeyMode::CrossSlot && self.may_declare(&error) => {
+                        to_declare.extend(call.items.iter().map(|ordered| ordered.item));
+                    }
+                    Err(error) => {
+                        let step = self.next_step(call.items[0].item, error);
+                        for OrderedItem { item, .. } in &call.items {
+                            results[*item] = Err(step.clone());
+                        }
+                    }
+                }
+            }
+            // Such a request is decided slot by slot.
+            for item in &to_declare {
+                if self.sealed.deliveries[*item] == Delivery::Spanning {
+                    results[*item] = Err(NextStep::Split);
+                }
+            }
+            to_declare.retain(|item| self.sealed.deliveries[*item] != Delivery::Spanning);
+            calls = self.plan(to_declare, false);
+        }
+        results
+    }
+
+    /// Returns the results of a batch whose deadlines have all passed.
+    fn time_out(&self) -> Vec<ItemResult> {
+        if self.sealed.earliest.is_none() {
+            return Vec::new();
+        }
+        self.node.check_health();
+        let error = if self.batch.is_sent() {
+            AttemptError::TimedOut
+        } else {
+            AttemptError::Down(NodeError::new(self.node.address(), "still connecting"))
+        };
+        let step = self.next_step(0, error);
+        self.sealed.requests.items().iter().map(|_| Err(step.clone())).collect()
+    }
+
+    /// Returns the result of the whole batch for the circuit of the node, however many callers it
+    /// has: a failure if at least half of its requests failed. `None` if it says nothing: requests
+    /// that continue elsewhere, and reads, which succeed on a full server that refuses writes.
+    fn outcome(&self, results: &[ItemResult]) -> Option<Result<(), StoreError>> {
+        let (mut succeeded, mut failed, mut last_error) = (0, 0, None);
+        let items = self.sealed.requests.items().iter().zip(&self.sealed.repeats);
+        for ((item, repeats), result) in items.zip(results) {
+            let error = match result {
+                Ok(ItemReply::Error(reason)) => Some(item_error(reason)),
+                Ok(_) if item.is_read() => continue,
+                Ok(_) => None,
+                Err(NextStep::Fail(error)) => Some(error.clone()),
+                Err(_) => continue,
+            };
+            match error.filter(|error| failure(Err(error)).is_some()) {
+                // The caller first finds out which permission is missing, and then opens the
+                // circuit with its name.
+                Some(StoreError::NotPermitted(_)) => {}
+                Some(error) => {
+                    failed += repeats;
+                    last_error = Some(error);
+                }
+                None => succeeded += repeats,
+            }
+        }
+        match last_error {
+            Some(error) if failed >= succeeded => Some(Err(error)),
+            _ if succeeded > 0 => Some(Ok(())),
+            _ => None,
+        }
+    }
+
+    /// Returns the calls that decide these items: one for all that may share it, or on a cluster,
+    /// if it does not cross slots, one per slot.
+    fn plan(&self, items: Vec<usize>, crosses_slots: bool) -> Vec<PlannedCall> {
+        let sealed = self.sealed;
+        let planned = |items: &[usize], mode, asking| {
+            let repeats = |item: usize| sealed.repeats[item];
+            let items = sealed.requests.order(items.iter().copied(), repeats);
+            PlannedCall { items, mode, asking }
+        };
+        let declared = |items: &[usize], asking| planned(items, KeyMode::Declared, asking);
+        let (mut calls, mut shared) = (Vec::new(), items);
+        let mut spans_slots = false;
+        shared.retain(|item| {
+            match sealed.deliveries[*item] {
+                Delivery::Shared => return true,
+                Delivery::Spanning => {
+                    spans_slots = true;
+                    return true;
+                }
+                Delivery::Alone => calls.push(declared(&[*item], false)),
+                Delivery::Asking => calls.push(declared(&[*item], true)),
+            }
+            false
+        });
+        let slot = |item: &usize| sealed.requests.items()[*item].slot;
+        let is_one_slot = !spans_slots
+            && (!self.shared.topology.state().is_cluster()
+                || shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1])));
+        if shared.is_empty() {
+            // Nothing to share.
+        } else if is_one_slot {
+            calls.push(declared(&shared, false));
+        } else if crosses_slots || spans_slots {
+            calls.push(planned(&shared, KeyMode::CrossSlot, false));
+        } else {
+            shared.sort_by_key(slot);
+            let by_slot = shared.chunk_by(|one, other| slot(one) == slot(other));
+            calls.extend(by_slot.map(|items| declared(items, false)));
+        }
+        calls
+    }
+
+    /// Returns whether the items of a call that would cross slots, but was not run because of this
+    /// error, can be decided slot by slot. A server that does not know such calls is remembered.
+    fn may_declare(&self, error: &AttemptError) -> bool {
+        match error {
+            AttemptError::Server(
+                ServerError::Moved(_)
+                | ServerError::Ask(_)
+                | ServerError::TryAgain
+                | ServerError::CrossSlot,
+            ) => true,
+            AttemptError::Server(ServerError::Other(reason)) if !is_server_condition(reason) => {
+                self.node.refuse_cross_slot(reason);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Sends the calls in one pipeline. Returns for each the replies to its items.
+    async fn send_calls(&self, calls: &[PlannedCall]) -> Vec<Result<Vec<ItemReply>, AttemptError>> {
+        let Sealed { requests, earliest, latest, .. } = self.sealed;
+        let connection = match self.node.connection(*latest).await {
+            Ok(connection) => connection,
+            Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
+        };
+        let deadline = earliest.unwrap_or(*latest);
+        let times = self.shared.server_times(connection.clock(), deadline, requests);
+        let script_call = |call: &PlannedCall| ScriptCall {
+            script: Script::decide(call.mode),
+            command: requests.command(&call.items, &times, call.mode),
+            asking: call.asking,
+        };
+        let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
+        for call in calls {
+            let decisions = call.items.iter().map(|ordered| self.sealed.repeats[ordered.item]);
+            self.shared.call_sizes.record(decisions.sum());
+        }
+        self.batch.mark_sent();
+        let sent = Instant::now();
+        let measured = self.node.calls().start(sent);
+        let replies = self.node.run(&connection, &script_calls, *latest).await;
+        let received = Instant::now();
+        measured.end(received);
+        let read = |(call, reply): (&PlannedCall, ScriptResult)| {
+            let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
+            connection.clock().observe(reply.now, sent, received);
+            // The script ran after its deadline, perhaps only because the server's clock was set.
+            // Its time is known now.
+            reply.items.ok_or(AttemptError::Late)
+        };
+        calls.iter().zip(replies).map(read).collect()
+    }
+
+    fn item_result(&self, item: usize, reply: ItemReply, mode: KeyMode) -> ItemResult {
+        let ItemReply::Error(reason) = &reply else { return Ok(reply) };
+        if reason == LATER {
+            return Err(NextStep::SendAgain);
+        }
+        let reason = with_address(self.node.address(), reason);
+        if is_readonly(&reason) {
+            let error = AttemptError::Server(ServerError::NotWritable(reason));
+            Err(self.next_step(item, error))
+        } else if mode == KeyMode::CrossSlot && refuses_undeclared(&reason) {
+            self.node.refuse_cross_slot(&reason);
+            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
+        } else if is_non_local_key(&reason) {
+            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
+        } else {
+            Ok(ItemReply::Error(reason))
+        }
+    }
+
+    fn next_step(&self, item: usize, error: AttemptError) -> NextStep {
+        let slot = self.sealed.requests.items()[item].slot;
+        NextStep::after(error, self.shared.topology.state(), self.node, slot)
+    }
+}

@@ -1,0 +1,522 @@
+//! [`NodeClient`]: one connection to one node, which a supervisor task keeps up.
+//!
+//! While a node is down, or its circuit is open because decisions fail, calls fail at once with the
+//! reason. Only during the first attempt to
+//! connect, or to reconnect after a loss, calls wait for its result, so that a brief interruption
+//! causes no errors. A connection that fails its health check is replaced; calls already in flight
+//! on it keep waiting until their own deadline.
+
+use std::io::ErrorKind;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout, timeout_at};
+
+use self::backoff::Backoff;
+use self::connection::{Connection, is_primary_role, parse_time};
+use self::endpoint::{Address, OpenError, SharedOptions};
+use self::error::{AttemptError, NodeError, one_line};
+use self::refresh::RefreshTrigger;
+use self::resp::{Command, RedisError, Value};
+use self::stats::NodeCalls;
+use super::batch::queue::Queue;
+use super::script::call::LoadedScripts;
+use crate::random::jittered;
+use crate::resilience::circuit::{Circuit, CircuitOptions};
+
+pub(super) mod backoff;
+pub(super) mod connection;
+pub(super) mod endpoint;
+pub(super) mod error;
+pub(super) mod refresh;
+pub(super) mod resp;
+mod scheme;
+pub(super) mod server_clock;
+pub(super) mod stats;
+pub(super) mod tls;
+pub(super) mod url;
+mod wire;
+
+/// Client of one node. Dropping it closes the connection.
+pub(super) struct NodeClient {
+    shared: Arc<NodeShared>,
+    queue: Queue,
+    circuit: Circuit,
+    calls: NodeCalls,
+    /// Held while missing permissions are looked for, once for all calls that failed.
+    pub(super) permission_check: tokio::sync::Mutex<()>,
+    supervisor: JoinHandle<()>,
+}
+
+/// Expected kind of the node, which the handshake checks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    /// A data node, primary or replica.
+    Data,
+    /// A data node that must be a primary.
+    Primary,
+    Sentinel,
+}
+
+/// State that callers share with the supervisor task.
+struct NodeShared {
+    address: Address,
+    options: SharedOptions,
+    role: Role,
+    /// Timeout of a connect, handshake included, and of a health check.
+    connect_timeout: Duration,
+    state: watch::Sender<ConnectionState>,
+    /// Triggered on a lost connection, because the topology may have changed.
+    refresh: RefreshTrigger,
+    /// Whether the node reports that it is a replica, or has refused a write.
+    demoted: AtomicBool,
+    closed_by_us: AtomicBool,
+    /// Requests a health check before the next regular one.
+    health_check: Notify,
+    replies: AtomicU64,
+    connections: AtomicU64,
+    scripts: LoadedScripts,
+    /// Whether the server does not run scripts that reach keys of other slots.
+    refuses_cross_slot: AtomicBool,
+    last_error: Mutex<Option<NodeError>>,
+}
+
+enum ConnectionState {
+    /// The first attempt to connect, at the start or after a loss, is in progress.
+    Connecting,
+    Up(Arc<Connection>),
+    Down(NodeError),
+    /// Another node has replaced this one, and nothing is sent to it any more.
+    Retired,
+}
+
+const MIN_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+const CONNECT_BACKOFF: Backoff = Backoff::from_millis(50, 250);
+/// A connection that is lost sooner counts as a failed attempt, with a backoff before the next.
+const STABLE_AFTER: Duration = Duration::from_secs(1);
+
+impl NodeClient {
+    pub(super) fn new(
+        address: Address,
+        options: &SharedOptions,
+        role: Role,
+        timeout: Duration,
+        refresh: &RefreshTrigger,
+    ) -> Self {
+        let shared = Arc::new(NodeShared {
+            address,
+            options: Arc::clone(options),
+            role,
+            connect_timeout: timeout.clamp(MIN_CONNECT_TIMEOUT, MAX_CONNECT_TIMEOUT),
+            state: watch::Sender::new(ConnectionState::Connecting),
+            refresh: refresh.clone(),
+            demoted: AtomicBool::new(false),
+            closed_by_us: AtomicBool::new(false),
+            health_check: Notify::new(),
+            replies: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
+            scripts: LoadedScripts::new(),
+            refuses_cross_slot: AtomicBool::new(false),
+            last_error: Mutex::new(None),
+        });
+        let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
+        let circuit = Circuit::new(CircuitOptions::default());
+        Self {
+            shared,
+            queue: Queue::new(),
+            circuit,
+            calls: NodeCalls::new(),
+            permission_check: tokio::sync::Mutex::default(),
+            supervisor,
+        }
+    }
+
+    pub(super) fn address(&self) -> &Address {
+        &self.shared.address
+    }
+
+    /// Returns the name of its user.
+    pub(super) fn user(&self) -> String {
+        self.shared.options.load().user.clone().unwrap_or_else(|| "default".to_owned())
+    }
+
+    /// Returns the circuit of decisions on this node.
+    pub(super) fn circuit(&self) -> &Circuit {
+        &self.circuit
+    }
+
+    /// Returns the latency and number of decision calls.
+    pub(super) fn calls(&self) -> &NodeCalls {
+        &self.calls
+    }
+
+    /// Returns whether one call may reach keys of several slots, as far as is known.
+    pub(super) fn allows_cross_slot(&self) -> bool {
+        !self.shared.refuses_cross_slot.load(Ordering::Relaxed)
+    }
+
+    /// Uses one call per slot from now on, until the next reconnect.
+    pub(super) fn refuse_cross_slot(&self, reason: &str) {
+        if !self.shared.refuses_cross_slot.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                node = %self.address(),
+                reason,
+                "Redis does not allow a call to reach keys of several slots: one call per slot"
+            );
+        }
+    }
+
+    pub(super) fn is_retired(&self) -> bool {
+        matches!(*self.shared.state.borrow(), ConnectionState::Retired)
+    }
+
+    /// Returns the queue of decisions for this node.
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        matches!(*self.shared.state.borrow(), ConnectionState::Up(_))
+    }
+
+    pub(super) fn last_error(&self) -> Option<NodeError> {
+        self.shared.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns the scripts that were loaded here.
+    pub(super) fn scripts(&self) -> &LoadedScripts {
+        &self.shared.scripts
+    }
+
+    /// Returns the number of connections after the first.
+    pub(super) fn reconnects(&self) -> u64 {
+        self.shared.connections.load(Ordering::Relaxed).saturating_sub(1)
+    }
+
+    /// Closes the connection for good, with all calls in flight: another node has replaced this
+    /// one.
+    pub(super) fn retire(&self) {
+        self.supervisor.abort();
+        if let ConnectionState::Up(connection) =
+            self.shared.state.send_replace(ConnectionState::Retired)
+        {
+            connection.driver.abort();
+        }
+    }
+
+    /// Replaces the connection unless it is new: the address may lead to another server now.
+    pub(super) fn reconnect(&self) {
+        if let ConnectionState::Up(connection) = &*self.shared.state.borrow()
+            && connection.connected_at.elapsed() >= STABLE_AFTER
+        {
+            self.shared.closed_by_us.store(true, Ordering::Relaxed);
+            connection.driver.abort();
+        }
+    }
+
+    /// Reconnects to a node that has refused a write. It is used again once its handshake reports
+    /// that it is a primary.
+    pub(super) fn demote(&self) {
+        self.shared.demoted.store(true, Ordering::Relaxed);
+        self.reconnect();
+    }
+
+    pub(super) fn is_demoted(&self) -> bool {
+        self.shared.demoted.load(Ordering::Relaxed)
+    }
+
+    /// Waits until there is a connection, or until the first attempt to connect has failed.
+    pub(super) async fn ready(&self) -> Result<(), NodeError> {
+        match self.shared.connection().await {
+            Ok(_) => Ok(()),
+            Err(AttemptError::Down(error)) => Err(error),
+            Err(_) => Err(NodeError::new(self.address(), "the node is no longer used")),
+        }
+    }
+
+    /// Returns the connection; if the first attempt to connect is in progress, waits for it.
+    pub(super) async fn connection(
+        &self,
+        deadline: Instant,
+    ) -> Result<Arc<Connection>, AttemptError> {
+        if let ConnectionState::Up(connection) = &*self.shared.state.borrow() {
+            return Ok(Arc::clone(connection));
+        }
+        let still_connecting =
+            |_| Err(AttemptError::Down(NodeError::new(self.address(), "still connecting")));
+        timeout_at(deadline.into(), self.shared.connection()).await.unwrap_or_else(still_connecting)
+    }
+
+    /// Sends encoded commands once. The error of a single command is its reply.
+    pub(super) async fn send(
+        &self,
+        on: &Connection,
+        commands: &[u8],
+        replies: usize,
+    ) -> Result<Vec<Value>, AttemptError> {
+        let call = on.wire.call(commands, replies);
+        let is_sent = call.is_sent();
+        let replies = call.await;
+        self.shared.replies.fetch_add(1, Ordering::Relaxed);
+        replies.map_err(|error| {
+            let error = AttemptError::new(self.address(), &error);
+            if matches!(error, AttemptError::Lost(_)) {
+                self.check_health();
+            }
+            if is_sent { error } else { error.into_unsent() }
+        })
+    }
+
+    /// Checks the health of the connection now: a call had no reply.
+    pub(super) fn check_health(&self) {
+        self.shared.health_check.notify_one();
+    }
+
+    /// Waits for a call until its deadline.
+    pub(super) async fn within<T>(
+        &self,
+        deadline: Instant,
+        call: impl Future<Output = Result<T, AttemptError>>,
+    ) -> Result<T, AttemptError> {
+        timeout_at(deadline.into(), call).await.unwrap_or_else(|_| {
+            self.check_health();
+            Err(AttemptError::TimedOut)
+        })
+    }
+
+    /// Sends one command on the current connection.
+    pub(super) async fn query(
+        &self,
+        command: Command,
+        deadline: Instant,
+    ) -> Result<Value, AttemptError> {
+        let reply = self.query_all(&[command], deadline).await?.pop().unwrap_or(Value::Nil);
+        reply.into_result().map_err(|error| AttemptError::new(self.address(), &error))
+    }
+
+    /// Sends several commands in a pipeline. The error of a single command is its reply.
+    pub(super) async fn query_all(
+        &self,
+        commands: &[Command],
+        deadline: Instant,
+    ) -> Result<Vec<Value>, AttemptError> {
+        let connection = self.connection(deadline).await?;
+        let encoded = resp::encode(commands);
+        self.within(deadline, self.send(&connection, &encoded, commands.len())).await
+    }
+}
+
+impl Drop for NodeClient {
+    fn drop(&mut self) {
+        self.supervisor.abort();
+    }
+}
+
+impl ConnectionState {
+    /// Returns the connection or the reason for its absence; `None` while connecting.
+    fn connection(&self) -> Option<Result<Arc<Connection>, AttemptError>> {
+        match self {
+            Self::Up(connection) => Some(Ok(Arc::clone(connection))),
+            Self::Down(error) => Some(Err(AttemptError::Down(error.clone()))),
+            Self::Retired => Some(Err(AttemptError::Retired)),
+            Self::Connecting => None,
+        }
+    }
+}
+
+impl NodeShared {
+    async fn connection(&self) -> Result<Arc<Connection>, AttemptError> {
+        if let Some(result) = self.state.borrow().connection() {
+            return result;
+        }
+        let mut changes = self.state.subscribe();
+        loop {
+            if let Some(result) = changes.borrow_and_update().connection() {
+                return result;
+            }
+            if changes.changed().await.is_err() {
+                return Err(AttemptError::Retired);
+            }
+        }
+    }
+
+    /// Keeps the node connected, with backoff between attempts.
+    async fn supervise(self: Arc<Self>) {
+        let mut backoff = CONNECT_BACKOFF;
+        let mut outage_logged = false;
+        loop {
+            let connected = timeout(self.connect_timeout, self.connect()).await;
+            match connected.unwrap_or_else(|_| Err(self.no_answer())) {
+                Ok((connection, driver)) => {
+                    self.connections.fetch_add(1, Ordering::Relaxed);
+                    self.set_state(ConnectionState::Up(Arc::clone(&connection)));
+                    if std::mem::take(&mut outage_logged) {
+                        tracing::info!(node = %self.address, "reconnected to Redis");
+                    }
+                    let error = self.monitor(&connection, driver).await;
+                    if self.closed_by_us.swap(false, Ordering::Relaxed) {
+                        tracing::debug!(
+                            node = %self.address,
+                            "Redis accepts no writes, reconnecting"
+                        );
+                    } else {
+                        tracing::warn!(
+                            node = %self.address,
+                            reason = %error.reason,
+                            "connection to Redis lost"
+                        );
+                        outage_logged = true;
+                    }
+                    self.record_error(&error);
+                    let was_stable = connection.connected_at.elapsed() >= STABLE_AFTER;
+                    self.set_state(if was_stable {
+                        ConnectionState::Connecting
+                    } else {
+                        ConnectionState::Down(error)
+                    });
+                    self.refresh.trigger();
+                    if was_stable {
+                        backoff = CONNECT_BACKOFF;
+                        continue;
+                    }
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut outage_logged, true) {
+                        tracing::warn!(
+                            node = %self.address,
+                            reason = %error.reason,
+                            "cannot connect to Redis"
+                        );
+                    }
+                    self.record_error(&error);
+                    self.set_state(ConnectionState::Down(error));
+                    self.refresh.trigger();
+                }
+            }
+            sleep(jittered(backoff.next_wait())).await;
+        }
+    }
+
+    fn no_answer(&self) -> NodeError {
+        NodeError::new(&self.address, &format!("no answer within {:?}", self.connect_timeout))
+    }
+
+    fn connect_error(&self, error: &RedisError) -> NodeError {
+        // A server that rejects our certificate reports it only after the TLS handshake, if at all.
+        let is_dropped = matches!(
+            error,
+            RedisError::Io(
+                ErrorKind::BrokenPipe
+                    | ErrorKind::ConnectionReset
+                    | ErrorKind::ConnectionAborted
+                    | ErrorKind::UnexpectedEof
+                    | ErrorKind::NotConnected,
+                _
+            )
+        );
+        let hint = if self.options.load().tls.is_some() && is_dropped {
+            " (by TLS: does the server require another client certificate?)"
+        } else {
+            ""
+        };
+        NodeError::new(&self.address, &format!("{}{hint}", one_line(error)))
+    }
+
+    /// Connects, performs the handshake, and checks the role.
+    async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
+        let options = self.options.load_full();
+        let opened = self.address.open(&options).await;
+        let (wire, driver) = opened.map_err(|error| match error {
+            OpenError::Failed(error) => self.connect_error(&error),
+            OpenError::WrongScheme(reason) => NodeError::misconfigured(&self.address, reason),
+        })?;
+        let driver = tokio::spawn(driver);
+        let connection = Connection::new(wire, &driver);
+        // The address may lead to another server now.
+        self.refuses_cross_slot.store(false, Ordering::Relaxed);
+        let mut handshake = options.handshake_commands();
+        handshake.push(self.ping_command());
+        if self.role == Role::Primary {
+            handshake.push(Command::new("ROLE"));
+        }
+        let sent = Instant::now();
+        let mut replies = match connection.wire.send(&handshake).await {
+            Ok(replies) => replies,
+            Err(error) => {
+                let wrong_scheme = self.address.wrong_scheme(&options).await;
+                return Err(wrong_scheme.unwrap_or_else(|| self.connect_error(&error)));
+            }
+        };
+        for reply in &replies {
+            if let Err(error) = reply.clone().into_result() {
+                return Err(NodeError::during_handshake(&self.address, &error));
+            }
+        }
+        if self.role == Role::Primary {
+            let demoted = !replies.pop().is_some_and(|role| is_primary_role(&role));
+            self.demoted.store(demoted, Ordering::Relaxed);
+            if demoted {
+                return Err(NodeError::new(&self.address, "the node is a replica, not a primary"));
+            }
+        }
+        if let Some(now) = replies.last().and_then(parse_time) {
+            connection.clock().observe(now, sent, Instant::now());
+        }
+        Ok((Arc::new(connection), driver))
+    }
+
+    /// Waits until the connection fails, and returns the reason. Sends a health check after an
+    /// interval without replies, and after a call without a reply.
+    async fn monitor(&self, connection: &Connection, mut driver: JoinHandle<()>) -> NodeError {
+        loop {
+            let before = self.replies.load(Ordering::Relaxed);
+            tokio::select! {
+                _ = &mut driver => {
+                    return NodeError::new(&self.address, "the connection was closed");
+                }
+                () = self.health_check.notified() => {}
+                () = sleep(HEALTH_CHECK_INTERVAL) => {
+                    if self.replies.load(Ordering::Relaxed) != before {
+                        continue;
+                    }
+                }
+            }
+            let sent = Instant::now();
+            let ping = [self.ping_command()];
+            match timeout(self.connect_timeout, connection.wire.send(&ping)).await {
+                Ok(Ok(replies)) => {
+                    if let Some(now) = replies.first().and_then(parse_time) {
+                        connection.clock().observe(now, sent, Instant::now());
+                    }
+                }
+                Ok(Err(error)) => return NodeError::new(&self.address, &one_line(&error)),
+                Err(_) => return self.no_answer(),
+            }
+        }
+    }
+
+    /// Returns the command of a health check. TIME also updates the server's clock.
+    fn ping_command(&self) -> Command {
+        Command::new(if self.role == Role::Sentinel { "PING" } else { "TIME" })
+    }
+
+    /// Changes the state, unless the node is retired.
+    fn set_state(&self, next: ConnectionState) {
+        self.state.send_if_modified(|state| {
+            let retired = matches!(state, ConnectionState::Retired);
+            if !retired {
+                *state = next;
+            }
+            !retired
+        });
+    }
+
+    fn record_error(&self, error: &NodeError) {
+        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
+    }
+}

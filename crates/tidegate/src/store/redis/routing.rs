@@ -1,0 +1,442 @@
+//! [`Topology`]: routes each call to the node that decides it: a single server, the primary that
+//! the sentinels report, or the owner of a slot.
+//!
+//! Background tasks keep the routes current, and calls only read them. A call that is redirected,
+//! or that meets a read-only node, triggers a refresh.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use self::cluster::SlotMap;
+use self::moves::SlotMoves;
+use super::client::endpoint::{Address, ConnectionOptions, SharedOptions};
+use super::client::error::NodeError;
+use super::client::refresh::RefreshTrigger;
+use super::client::{NodeClient, Role};
+use super::health::NodeHealth;
+use crate::store::StoreError;
+
+mod cluster;
+mod moves;
+mod sentinel;
+pub(super) mod slot;
+pub(super) mod step;
+
+/// Addresses from which the topology is discovered.
+#[derive(Clone)]
+pub(super) enum Seeds {
+    /// One server, which may turn out to be a node of a cluster.
+    Single(Address),
+    /// Some nodes of a cluster.
+    Cluster(Vec<Address>),
+    /// Sentinels, their connection options, and their name for the primary.
+    Sentinel { name: String, sentinels: Vec<Address>, options: ConnectionOptions },
+}
+
+/// State of the topology and the tasks that refresh it.
+pub(super) struct Topology {
+    state: Arc<TopologyState>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+/// State that calls share with the refresh tasks.
+pub(super) struct TopologyState {
+    options: SharedOptions,
+    /// Options of the connections to sentinels, if there are any.
+    sentinel_options: SharedOptions,
+    timeout: Duration,
+    routes: ArcSwap<Routes>,
+    /// Number of changes of the routes, incremented after each.
+    epoch: AtomicU64,
+    /// Number of changes of all routes at once, incremented after each. Changes of single slots are
+    /// counted in the slot map.
+    full_changes: AtomicU64,
+    /// Data nodes that are in use, or were within [`UNUSED_NODE_TTL`].
+    nodes: Mutex<HashMap<Address, NodeEntry>>,
+    sentinels: Vec<Arc<NodeClient>>,
+    refresh: RefreshTrigger,
+    /// Result of initial topology discovery.
+    initial_discovery: watch::Sender<Option<Result<(), NodeError>>>,
+    redirects: AtomicU64,
+    moves: Mutex<SlotMoves>,
+    /// Reconnects of nodes that were dropped.
+    past_reconnects: AtomicU64,
+    /// Script loads of nodes that were dropped.
+    past_script_loads: AtomicU64,
+    /// Openings of the circuits of nodes that were dropped.
+    past_circuits_opened: AtomicU64,
+}
+
+struct NodeEntry {
+    client: Arc<NodeClient>,
+    last_used: Instant,
+}
+
+enum Routes {
+    /// Discovery has not succeeded yet.
+    Unknown(NodeError),
+    One(Arc<NodeClient>),
+    Slots(SlotMap),
+}
+
+const START_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time for which a node without slots is kept. A node that imports its first slot has none yet.
+const UNUSED_NODE_TTL: Duration = Duration::from_secs(30);
+
+impl Topology {
+    pub(super) fn start(seeds: Seeds, options: ConnectionOptions, timeout: Duration) -> Self {
+        let refresh = RefreshTrigger::new();
+        let sentinel_options = SharedOptions::default();
+        let sentinels = match &seeds {
+            Seeds::Sentinel { sentinels, options, .. } => {
+                sentinel_options.store(Arc::new(options.clone()));
+                let options = &sentinel_options;
+                let client = |address: &Address| {
+                    NodeClient::new(address.clone(), options, Role::Sentinel, timeout, &refresh)
+                };
+                sentinels.iter().map(|address| Arc::new(client(address))).collect()
+            }
+            _ => Vec::new(),
+        };
+        let undiscovered =
+            NodeError { reason: "no node has been found yet".to_owned(), misconfigured: false };
+        let state = Arc::new(TopologyState {
+            options: Arc::new(ArcSwap::from_pointee(options)),
+            sentinel_options,
+            timeout,
+            routes: ArcSwap::from_pointee(Routes::Unknown(undiscovered)),
+            epoch: AtomicU64::new(0),
+            full_changes: AtomicU64::new(0),
+            nodes: Mutex::default(),
+            sentinels,
+            refresh,
+            initial_discovery: watch::Sender::new(None),
+            redirects: AtomicU64::new(0),
+            moves: Mutex::default(),
+            past_reconnects: AtomicU64::new(0),
+            past_script_loads: AtomicU64::new(0),
+            past_circuits_opened: AtomicU64::new(0),
+        });
+        let tasks = match seeds {
+            Seeds::Single(address) => {
+                let node = state.node_at(&address);
+                state.set_routes(Routes::One(Arc::clone(&node)));
+                vec![tokio::spawn(cluster::detect_cluster(Arc::clone(&state), node))]
+            }
+            Seeds::Cluster(nodes) => vec![tokio::spawn(cluster::follow(Arc::clone(&state), nodes))],
+            Seeds::Sentinel { name, .. } => sentinel::follow(&state, &name),
+        };
+        Self { state, tasks }
+    }
+
+    pub(super) fn state(&self) -> &Arc<TopologyState> {
+        &self.state
+    }
+
+    /// Waits until a node can decide. Fails if discovery fails, if an option is wrong, or after
+    /// [`START_TIMEOUT`].
+    pub(super) async fn wait_until_ready(&self) -> Result<(), StoreError> {
+        let mut initial_discovery = self.state.initial_discovery.subscribe();
+        let wait = async {
+            let discovery = initial_discovery.wait_for(Option::is_some).await;
+            if let Some(Err(error)) = discovery.ok().and_then(|discovery| discovery.clone()) {
+                return Err(error);
+            }
+            self.state.wait_for_any_node().await
+        };
+        let Ok(result) = timeout(START_TIMEOUT, wait).await else {
+            let last_error = self.state.last_error().map(NodeError::into_start_error);
+            return Err(last_error.unwrap_or(StoreError::Timeout(START_TIMEOUT)));
+        };
+        result.map_err(NodeError::into_start_error)
+    }
+}
+
+impl Drop for Topology {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+impl TopologyState {
+    /// Returns the node that decides for this slot.
+    pub(super) fn route(&self, slot: u16) -> Result<Arc<NodeClient>, StoreError> {
+        match &**self.routes.load() {
+            Routes::One(node) => Ok(Arc::clone(node)),
+            Routes::Slots(map) => map.owner(slot).map(Arc::clone).ok_or_else(|| {
+                self.refresh.trigger();
+                StoreError::Unreachable(format!("no node of the cluster serves slot {slot}"))
+            }),
+            Routes::Unknown(error) => Err(error.clone().into_unreachable()),
+        }
+    }
+
+    pub(super) fn is_cluster(&self) -> bool {
+        matches!(**self.routes.load(), Routes::Slots(_))
+    }
+
+    /// Returns the nodes that decide.
+    pub(super) fn primaries(&self) -> Vec<Arc<NodeClient>> {
+        match &**self.routes.load() {
+            Routes::One(node) => vec![Arc::clone(node)],
+            Routes::Slots(map) => map.nodes().to_vec(),
+            Routes::Unknown(_) => Vec::new(),
+        }
+    }
+
+    /// Returns the nodes that decide, each with the number of its slots.
+    pub(super) fn primaries_with_slots(&self) -> Vec<(Arc<NodeClient>, u16)> {
+        match &**self.routes.load() {
+            Routes::One(node) => vec![(Arc::clone(node), NodeHealth::ALL_SLOTS)],
+            Routes::Slots(map) => map.nodes_with_slots(),
+            Routes::Unknown(_) => Vec::new(),
+        }
+    }
+
+    pub(super) fn sentinels(&self) -> &[Arc<NodeClient>] {
+        &self.sentinels
+    }
+
+    /// Returns the connection options of data nodes.
+    pub(super) fn options(&self) -> Arc<ConnectionOptions> {
+        self.options.load_full()
+    }
+
+    /// Replaces the credentials and certificates of all connections to come.
+    pub(super) fn renew(&self, seeds: Seeds, options: ConnectionOptions) {
+        options.renew(&self.options);
+        if let Seeds::Sentinel { options, .. } = seeds {
+            options.renew(&self.sentinel_options);
+        }
+    }
+
+    /// Returns whether this node owns a slot of a cluster.
+    pub(super) fn is_owner(&self, slot: u16, node: &Arc<NodeClient>) -> bool {
+        let routes = self.routes.load();
+        let Routes::Slots(map) = &**routes else { return false };
+        map.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node))
+    }
+
+    /// Returns the client of a node, and creates it if necessary.
+    pub(super) fn node_at(&self, address: &Address) -> Arc<NodeClient> {
+        let mut nodes = self.nodes();
+        let last_used = Instant::now();
+        if let Some(entry) = nodes.get_mut(address) {
+            entry.last_used = last_used;
+            return Arc::clone(&entry.client);
+        }
+        let role = if self.sentinels.is_empty() { Role::Data } else { Role::Primary };
+        let node = Arc::new(NodeClient::new(
+            address.clone(),
+            &self.options,
+            role,
+            self.timeout,
+            &self.refresh,
+        ));
+        nodes.insert(address.clone(), NodeEntry { client: Arc::clone(&node), last_used });
+        node
+    }
+
+    /// Follows a MOVED redirect: routes the slot to this node, and triggers a refresh of the map.
+    pub(super) fn on_moved(&self, slot: u16, address: &Address) -> Arc<NodeClient> {
+        let node = self.node_at(address);
+        self.redirects.fetch_add(1, Ordering::Relaxed);
+        // The lock serializes writers of the map; readers never wait.
+        let _writer_lock = self.nodes();
+        if let Routes::Slots(map) = &**self.routes.load()
+            && let Some(changed) = map.with_owner(slot, &node)
+        {
+            self.set_slots(changed);
+        }
+        self.refresh.trigger();
+        node
+    }
+
+    /// Follows an ASK redirect: returns the node without a change of the routes.
+    pub(super) fn on_ask(&self, address: &Address) -> Arc<NodeClient> {
+        self.redirects.fetch_add(1, Ordering::Relaxed);
+        self.node_at(address)
+    }
+
+    /// Returns the timeout of a call.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns whether there is a single server, and nothing that may replace it.
+    pub(super) fn is_standalone(&self) -> bool {
+        matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty()
+    }
+
+    pub(super) fn trigger_refresh(&self) {
+        self.refresh.trigger();
+    }
+
+    /// Reacts to a node that accepts no writes. Returns whether a retry may find another node.
+    pub(super) fn on_readonly(&self, node: &NodeClient) -> bool {
+        self.refresh.trigger();
+        if self.is_standalone() {
+            // The address may lead to another server now.
+            node.reconnect();
+            return false;
+        }
+        if matches!(**self.routes.load(), Routes::One(_)) {
+            node.demote();
+        }
+        true
+    }
+
+    pub(super) fn redirects(&self) -> u64 {
+        self.redirects.load(Ordering::Relaxed)
+    }
+
+    fn set_routes(&self, routes: Routes) {
+        self.routes.store(Arc::new(routes));
+        self.full_changes.fetch_add(1, Ordering::Release);
+        self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Replaces the slot map by one that continues its change counts.
+    fn set_slots(&self, map: SlotMap) {
+        if let Routes::Slots(before) = &**self.routes.load() {
+            let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
+            let address = |owner: Option<&Arc<NodeClient>>| Some(owner?.address().to_string());
+            for slot in map.changed_from(before) {
+                moves.add(slot, address(before.owner(slot)), address(map.owner(slot)));
+            }
+        }
+        self.routes.store(Arc::new(Routes::Slots(map)));
+        self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Logs which slots have a new owner, at most every few seconds.
+    fn log_moves(&self) {
+        let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = moves.take_due(Instant::now());
+        drop(moves);
+        moves::log(due);
+    }
+
+    /// Returns the epoch of the routes. A call that starts after this read uses routes of this
+    /// epoch or a later one.
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Returns the epoch of one slot, which changes of other slots do not affect.
+    pub(super) fn epoch_of(&self, slot: impl FnOnce() -> u16) -> u64 {
+        // Writers store the routes first, so this must be loaded before the routes: the epoch is
+        // then never newer than the routes.
+        let full_changes = self.full_changes.load(Ordering::Acquire);
+        let slot_changes = match &**self.routes.load() {
+            Routes::Slots(map) => map.changes_of(slot()),
+            Routes::One(_) | Routes::Unknown(_) => 0,
+        };
+        (full_changes << 32) | u64::from(slot_changes)
+    }
+
+    pub(super) fn reconnects(&self) -> u64 {
+        let current: u64 = self.nodes().values().map(|entry| entry.client.reconnects()).sum();
+        current + self.past_reconnects.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn script_loads(&self) -> u64 {
+        let current: u64 = self.nodes().values().map(|entry| entry.client.scripts().total()).sum();
+        current + self.past_script_loads.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn circuits_opened(&self) -> u64 {
+        let opened = |entry: &NodeEntry| entry.client.circuit().state().times_opened;
+        let current: u64 = self.nodes().values().map(opened).sum();
+        current + self.past_circuits_opened.load(Ordering::Relaxed)
+    }
+
+    /// Drops nodes that were not used for [`UNUSED_NODE_TTL`].
+    fn drop_unused(&self, in_use: &[Arc<NodeClient>]) {
+        let mut nodes = self.nodes();
+        for node in in_use {
+            if let Some(entry) = nodes.get_mut(node.address()) {
+                entry.last_used = Instant::now();
+            }
+        }
+        nodes.retain(|_, entry| {
+            let keep = entry.last_used.elapsed() < UNUSED_NODE_TTL;
+            if !keep {
+                self.retain_counters(&entry.client);
+            }
+            keep
+        });
+    }
+
+    /// Retires every node except this one.
+    fn retire_all_but(&self, node: &Arc<NodeClient>) {
+        self.nodes().retain(|_, entry| {
+            let keep = Arc::ptr_eq(&entry.client, node);
+            if !keep {
+                entry.client.retire();
+                self.retain_counters(&entry.client);
+            }
+            keep
+        });
+    }
+
+    /// Adds the counters of a node that is dropped to the totals.
+    fn retain_counters(&self, node: &NodeClient) {
+        self.past_reconnects.fetch_add(node.reconnects(), Ordering::Relaxed);
+        self.past_script_loads.fetch_add(node.scripts().total(), Ordering::Relaxed);
+        let opened = node.circuit().state().times_opened;
+        self.past_circuits_opened.fetch_add(opened, Ordering::Relaxed);
+    }
+
+    /// Records the result of discovery. A later success replaces an error.
+    fn finish_discovery(&self, result: Result<(), NodeError>) {
+        if let (Err(error), Routes::Unknown(_)) = (&result, &**self.routes.load()) {
+            self.routes.store(Arc::new(Routes::Unknown(error.clone())));
+        }
+        self.initial_discovery.send_if_modified(|discovery| {
+            let changed = discovery.as_ref().is_none_or(Result::is_err);
+            if changed {
+                *discovery = Some(result);
+            }
+            changed
+        });
+    }
+
+    async fn wait_for_any_node(&self) -> Result<(), NodeError> {
+        loop {
+            let primaries = self.primaries();
+            let mut last = None;
+            for node in &primaries {
+                match node.ready().await {
+                    Ok(()) => return Ok(()),
+                    Err(error) => last = Some(error),
+                }
+            }
+            match last {
+                Some(error) if error.misconfigured => return Err(error),
+                _ => sleep(Duration::from_millis(20)).await,
+            }
+        }
+    }
+
+    /// Returns the reason why no node is ready.
+    fn last_error(&self) -> Option<NodeError> {
+        match &**self.routes.load() {
+            Routes::Unknown(error) => Some(error.clone()),
+            _ => self.primaries().iter().find_map(|node| node.last_error()),
+        }
+    }
+
+    fn nodes(&self) -> MutexGuard<'_, HashMap<Address, NodeEntry>> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,280 @@
+//! Calls of scripts on one node: by EVALSHA, in one pipeline, and what follows NOSCRIPT.
+//!
+//! A script that a node does not know is loaded once, however many calls need it. If it is unknown
+//! after that, something in between, such as a proxy, sends EVALSHA and SCRIPT LOAD to different
+//! servers: the text is then sent by EVAL, which that server caches. The node is remembered, so
+//! that no further load is tried there for a while.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::time::timeout_at;
+
+use super::{SCRIPT_COUNT, Script};
+use crate::store::StoreError;
+use crate::store::redis::client::NodeClient;
+use crate::store::redis::client::connection::Connection;
+use crate::store::redis::client::error::{AttemptError, ServerError};
+use crate::store::redis::client::resp::{self, Command, Value};
+use crate::store::redis::routing::TopologyState;
+use crate::store::redis::routing::slot::slot_of;
+use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
+
+/// Call of one script.
+pub(crate) struct ScriptCall {
+    pub(crate) script: &'static Script,
+    /// The whole EVALSHA command, encoded.
+    pub(crate) command: Vec<u8>,
+    /// Whether ASKING precedes it, because the node is importing its slot.
+    pub(crate) asking: bool,
+}
+
+/// Result of one call.
+pub(crate) type ScriptResult = Result<Value, AttemptError>;
+
+/// Scripts of one node.
+pub(crate) struct LoadedScripts {
+    loads: [ScriptLoad; SCRIPT_COUNT],
+    /// Number of loads that were started.
+    started: AtomicU64,
+    /// Number of loads that have completed.
+    completed: AtomicU64,
+    /// Time until which no script is loaded, because a load did not help.
+    text_until: Mutex<Option<Instant>>,
+}
+
+/// Loads of one script on one node. All calls that find the script missing share one load.
+#[derive(Default)]
+struct ScriptLoad {
+    /// Value of [`LoadedScripts::completed`] after its last load.
+    last: AtomicU64,
+    lock: tokio::sync::Mutex<()>,
+}
+
+const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
+const NO_SCRIPT: AttemptError = AttemptError::Server(ServerError::NoScript);
+/// Time for which scripts are sent as text to a node on which a load did not help.
+const TEXT_TTL: Duration = Duration::from_secs(60);
+
+impl LoadedScripts {
+    pub(crate) fn new() -> Self {
+        Self {
+            loads: std::array::from_fn(|_| ScriptLoad::default()),
+            started: AtomicU64::new(0),
+            completed: AtomicU64::new(0),
+            text_until: Mutex::new(None),
+        }
+    }
+
+    /// Returns the number of loads.
+    pub(crate) fn total(&self) -> u64 {
+        self.started.load(Ordering::Relaxed)
+    }
+
+    fn sends_text(&self) -> bool {
+        let until = *self.text_until.lock().unwrap_or_else(PoisonError::into_inner);
+        until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Sends text from now on. Returns whether it did not before.
+    fn send_text(&self) -> bool {
+        let mut until = self.text_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let starts = until.is_none_or(|until| until <= now);
+        *until = Some(now + TEXT_TTL);
+        starts
+    }
+}
+
+impl NodeClient {
+    /// Sends these calls in one pipeline, and returns the result of each. Calls of a script that is
+    /// missing are sent again: after a load until the deadline, then with the text. The caller ends
+    /// the wait for replies.
+    pub(crate) async fn run(
+        &self,
+        on: &Connection,
+        calls: &[ScriptCall],
+        deadline: Instant,
+    ) -> Vec<ScriptResult> {
+        let loads_before = self.scripts().completed.load(Ordering::Acquire);
+        let results = self.send_calls(on, calls).await;
+        if !results.iter().any(is_missing) {
+            return results;
+        }
+        Box::pin(self.run_missing(on, calls, results, loads_before, deadline)).await
+    }
+
+    /// Sends those calls again whose script was missing.
+    async fn run_missing(
+        &self,
+        on: &Connection,
+        calls: &[ScriptCall],
+        mut results: Vec<ScriptResult>,
+        loads_before: u64,
+        deadline: Instant,
+    ) -> Vec<ScriptResult> {
+        // Error of a load that the server has refused.
+        let mut refused = None;
+        for with_text in [false, true] {
+            let missing: Vec<usize> =
+                (0..calls.len()).filter(|call| is_missing(&results[*call])).collect();
+            if missing.is_empty() {
+                break;
+            }
+            if !with_text {
+                if self.scripts().sends_text() {
+                    continue;
+                }
+                match self.load_all(calls, &missing, loads_before, deadline).await {
+                    Ok(()) => {}
+                    // Some proxies do not know SCRIPT LOAD, but do know EVAL.
+                    Err(error @ AttemptError::Server(_)) => {
+                        refused = Some(error);
+                        continue;
+                    }
+                    Err(error) => {
+                        let error = error.into_unsent();
+                        for call in missing {
+                            results[call] = Err(error.clone());
+                        }
+                        break;
+                    }
+                }
+            }
+            let again: Vec<ScriptCall> =
+                missing.iter().map(|call| calls[*call].again(with_text)).collect();
+            let resent = self.send_calls(on, &again).await;
+            if with_text && resent.iter().any(Result::is_ok) && self.scripts().send_text() {
+                tracing::warn!(
+                    node = %self.address(),
+                    "a script is unknown right after SCRIPT LOAD, as behind a proxy that sends it \
+                     to another server than EVALSHA: its text is sent by EVAL"
+                );
+            }
+            for (call, result) in missing.into_iter().zip(resent) {
+                results[call] = match result {
+                    // The user may not call EVAL, so the reason that matters is that of the load.
+                    Err(AttemptError::Server(ServerError::Other(reason)))
+                        if with_text && reason.contains("NOPERM") =>
+                    {
+                        Err(refused.clone().unwrap_or(NO_SCRIPT))
+                    }
+                    result => result,
+                };
+            }
+        }
+        results
+    }
+
+    /// Loads the scripts of these calls.
+    async fn load_all(
+        &self,
+        calls: &[ScriptCall],
+        missing: &[usize],
+        loads_before: u64,
+        deadline: Instant,
+    ) -> Result<(), AttemptError> {
+        let mut loaded: Vec<usize> = Vec::new();
+        for call in missing {
+            let script = calls[*call].script;
+            if !loaded.contains(&script.index()) {
+                self.load(script, loads_before, deadline).await?;
+                loaded.push(script.index());
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends calls once.
+    async fn send_calls(&self, on: &Connection, calls: &[ScriptCall]) -> Vec<ScriptResult> {
+        let mut joined = Vec::new();
+        let (commands, replies) = match calls {
+            [call] if !call.asking => (&call.command, 1),
+            calls => {
+                for call in calls {
+                    joined.extend_from_slice(if call.asking { ASKING } else { b"" });
+                    joined.extend_from_slice(&call.command);
+                }
+                (&joined, calls.len() + calls.iter().filter(|call| call.asking).count())
+            }
+        };
+        match self.send(on, commands, replies).await {
+            Ok(replies) => {
+                let mut replies = replies.into_iter();
+                let reply = |call: &ScriptCall| {
+                    // The reply to ASKING.
+                    let reply = replies.nth(usize::from(call.asking)).unwrap_or(Value::Nil);
+                    reply.into_result().map_err(|error| AttemptError::new(self.address(), &error))
+                };
+                calls.iter().map(reply).collect()
+            }
+            Err(error) => calls.iter().map(|_| Err(error.clone())).collect(),
+        }
+    }
+
+    /// Loads a script that a call found missing, unless another call has loaded it since.
+    async fn load(
+        &self,
+        script: &Script,
+        loads_before_call: u64,
+        deadline: Instant,
+    ) -> Result<(), AttemptError> {
+        let scripts = self.scripts();
+        let load = &scripts.loads[script.index()];
+        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
+            return Err(AttemptError::Late);
+        };
+        if load.last.load(Ordering::Relaxed) > loads_before_call {
+            return Ok(());
+        }
+        scripts.started.fetch_add(1, Ordering::Relaxed);
+        self.query(Command::new("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
+        load.last.store(scripts.completed.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn is_missing(result: &ScriptResult) -> bool {
+    matches!(result, Err(AttemptError::Server(ServerError::NoScript)))
+}
+
+impl ScriptCall {
+    /// Returns this call once more, by EVAL with the text if so asked.
+    fn again(&self, with_text: bool) -> Self {
+        let command =
+            if with_text { self.script.with_text(&self.command) } else { self.command.clone() };
+        Self { script: self.script, command, asking: self.asking }
+    }
+}
+
+/// Calls a script on one of the store's own keys, and decodes the reply.
+pub(crate) async fn call_script<T>(
+    topology: &TopologyState,
+    script: &'static Script,
+    key: &str,
+    command: impl Fn() -> Command,
+    read: impl Fn(Value) -> Result<T, StoreError>,
+) -> Result<T, StoreError> {
+    let (slot, timeout) = (slot_of(key), topology.timeout());
+    let deadline = Instant::now() + timeout;
+    let mut retries = Retries::until(deadline, timeout, Delivery::Shared);
+    let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+    loop {
+        let asking = target.delivery == Delivery::Asking;
+        let call = [ScriptCall { script, command: resp::encode(&[command()]), asking }];
+        let sent = async {
+            let connection = target.node.connection(deadline).await?;
+            target.node.run(&connection, &call, deadline).await.remove(0)
+        };
+        let error = match target.node.within(deadline, sent).await {
+            Ok(reply) => return read(reply),
+            Err(error) => error,
+        };
+        let step = NextStep::after(error, topology, &target.node, slot);
+        target = retries
+            .follow(step, target, slot, topology)
+            .await
+            .map_err(CallError::into_store_error)?;
+    }
+}

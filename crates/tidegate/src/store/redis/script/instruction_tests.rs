@@ -1,0 +1,236 @@
+//! Counts the instructions of a real redis-server per decision, by callgrind: a regression check
+//! without noise. `make bench-redis-instructions` runs it, and `make bench-redis-instructions-renew`
+//! rewrites its limits.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use redis::{Connection, ConnectionLike};
+
+use super::requests::{EncodedRequests, ItemReply, Operation, Request};
+use super::{KeyMode, Script};
+use crate::algorithm::{Algorithm, Encoding};
+use crate::charge::Charge;
+use crate::quota::Quota;
+use crate::store::Action;
+use crate::store::redis::client::resp::Value;
+use crate::store::redis::client::server_clock::ServerTimes;
+
+const LIMITS: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/redis-instructions/limits.txt");
+/// Highest count that passes, in percent of the limit.
+const TOLERANCE: u64 = 105;
+/// Acquires of each key: first to create its count, then to be measured.
+const SETUP: usize = 3;
+const MEASURED: usize = 6;
+/// Results that are measured, each with the limit that leads to it.
+const RESULTS: [(&str, u64); 3] =
+    [("allowed", 100), ("allowed-few", (SETUP + MEASURED) as u64), ("denied", SETUP as u64)];
+/// Time of the first acquire, in microseconds, for a bucket's expiry is a multiple of a sixteenth of
+/// its window. 4,000 s after such a multiple, one of the measured acquires sets it again.
+const START: u64 = (86_400 / 16 * 300_000 + 4_000) * 1_000_000;
+/// Time between two acquires of a key, in microseconds.
+const STEP: u64 = 1_234;
+/// Keys per call, and calls.
+const SHAPES: [(usize, usize); 2] = [(1, 64), (64, 2)];
+
+/// A redis-server under callgrind.
+struct Server {
+    process: Child,
+    folder: tempfile::TempDir,
+}
+
+impl Server {
+    fn start() -> (Self, Connection) {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let socket = folder.path().join("redis.sock");
+        let process = Command::new("valgrind")
+            .args(["--tool=callgrind", "--combine-dumps=no"])
+            .arg(format!("--callgrind-out-file={}", folder.path().join("out").display()))
+            .args(["redis-server", "--port", "0", "--save", "", "--appendonly", "no"])
+            .args(["--hz", "1", "--unixsocket"])
+            .arg(&socket)
+            .arg("--dir")
+            .arg(folder.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("valgrind and redis-server are installed by `make setup`");
+        let server = Self { process, folder };
+        let client =
+            redis::Client::open(format!("redis+unix://{}", socket.display())).expect("a URL");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            match client.get_connection() {
+                Ok(connection) => return (server, connection),
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Returns the number of instructions since the last call.
+    fn instructions(&self) -> u64 {
+        let dumps = || -> Vec<PathBuf> {
+            let files = std::fs::read_dir(self.folder.path()).expect("our own folder");
+            let files = files.map(|file| file.expect("readable").path());
+            files.filter(|path| is_dump(path)).collect()
+        };
+        let dumped = Command::new("callgrind_control")
+            .arg("-d")
+            .arg(self.process.id().to_string())
+            .stdout(Stdio::null())
+            .status()
+            .expect("callgrind_control comes with valgrind");
+        assert!(dumped.success());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let total = dumps().first().and_then(|path| {
+                let text = std::fs::read_to_string(path).ok()?;
+                let line = text.lines().find_map(|line| line.strip_prefix("totals: "))?;
+                line.split_whitespace().next()?.parse().ok()
+            });
+            if let Some(total) = total {
+                for path in dumps() {
+                    std::fs::remove_file(path).expect("our own file");
+                }
+                return total;
+            }
+            assert!(Instant::now() < deadline, "no dump");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn is_dump(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("out."))
+}
+
+/// Calls of a quota on keys of their own.
+struct Calls {
+    requests: Vec<EncodedRequests>,
+}
+
+impl Calls {
+    /// `first`: number of the first key.
+    fn new(quota: &Quota, first: usize, keys: usize, calls: usize) -> Self {
+        let key = |text: &mut String, charge: &Charge<'_>| {
+            let _ = write!(text, "rate_limit:{{{}}}:per-user", charge.key());
+        };
+        let requests = (0..calls).map(|call| {
+            let mut requests = EncodedRequests::default();
+            for number in 0..keys {
+                let name = format!("{:012}", first + call * keys + number);
+                let charges = [Charge::new(&name, quota)];
+                let operation = Operation::Apply(Action::Acquire);
+                requests.add(&Request::new(operation, &charges), 0, key);
+            }
+            requests
+        });
+        Self { requests: requests.collect() }
+    }
+
+    /// Sends all calls once in each round, and asserts that all decisions are equal.
+    fn send(&self, connection: &mut Connection, rounds: Range<usize>, allowed: bool) {
+        let order = self.requests[0].order(0..self.requests[0].items().len(), |_| 1);
+        let calls = rounds.len() * self.requests.len();
+        let mut commands = Vec::new();
+        for round in rounds {
+            let driven = Some(START + STEP * round as u64);
+            let server_times = ServerTimes { driven, ..ServerTimes::default() };
+            for requests in &self.requests {
+                commands.extend(requests.command(&order, &server_times, KeyMode::Declared));
+            }
+        }
+        for reply in connection.req_packed_commands(&commands, 0, calls).expect("decided") {
+            let redis::Value::BulkString(reply) = reply else { panic!("{reply:?}") };
+            let reply = self.requests[0].read(&order, &Value::String(reply)).expect("valid");
+            for item in reply.items.expect("in time") {
+                assert!(
+                    matches!(&item, ItemReply::Grants(grants) if grants.granted == u64::from(allowed)),
+                    "{item:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Returns a quota of each form in Redis.
+fn quotas(limit: u64) -> Vec<Quota> {
+    let quota = |algorithm| {
+        Quota::new(algorithm, limit, Duration::from_secs(86_400)).expect("a valid quota")
+    };
+    let algorithms = Algorithm::ALL.into_iter().filter(|name| *name != Algorithm::LeakyBucket);
+    let packed = [Algorithm::SlidingLog, Algorithm::SlidingCounter]
+        .map(|algorithm| quota(algorithm).with_encoding(Encoding::Packed).expect("has encodings"));
+    algorithms.map(quota).chain(packed).collect()
+}
+
+/// Returns the instructions per decision by name.
+fn measure() -> BTreeMap<String, u64> {
+    let (server, mut connection) = Server::start();
+    let text = Script::decide(KeyMode::Declared).text();
+    redis::cmd("SCRIPT").arg("LOAD").arg(text).exec(&mut connection).expect("loaded");
+    let mut cases = Vec::new();
+    for (result, limit) in RESULTS {
+        // A small bucket sets its expiry more often.
+        let is_measured =
+            |quota: &Quota| result != "allowed-few" || quota.algorithm() == Algorithm::TokenBucket;
+        for quota in quotas(limit).into_iter().filter(is_measured) {
+            for (keys, calls) in SHAPES {
+                let sent = Calls::new(&quota, 1_000 * cases.len(), keys, calls);
+                sent.send(&mut connection, 0..SETUP, true);
+                let name = quota.default_policy_name().trim_end_matches("-86400s");
+                let name = format!("{name}/{result}/{keys}");
+                cases.push((name, keys * calls * MEASURED, sent, result != "denied"));
+            }
+        }
+    }
+    server.instructions();
+    let mut counts = BTreeMap::new();
+    for (name, decisions, sent, allowed) in cases {
+        sent.send(&mut connection, SETUP..SETUP + MEASURED, allowed);
+        counts.insert(name, server.instructions() / decisions as u64);
+    }
+    counts
+}
+
+#[test]
+#[ignore = "slow: make bench-redis-instructions runs it"]
+fn decisions_in_redis_take_no_more_instructions_than_the_limits() {
+    let counts = measure();
+    let mut text = String::new();
+    for (name, count) in &counts {
+        let _ = writeln!(text, "{name} {count}");
+    }
+    println!("{text}");
+    if std::env::var_os("RENEW").is_some() {
+        return std::fs::write(LIMITS, text).expect("the limits are writable");
+    }
+    let limits = std::fs::read_to_string(LIMITS).expect("the limits are readable");
+    let limits: BTreeMap<&str, u64> = limits
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .map(|(name, count)| (name, count.parse().expect("a number")))
+        .collect();
+    let names: Vec<&str> = counts.keys().map(String::as_str).collect();
+    let limited: Vec<&str> = limits.keys().copied().collect();
+    assert_eq!(names, limited, "renew the limits: make bench-redis-instructions-renew");
+    let above: Vec<String> = counts
+        .iter()
+        .filter(|(name, count)| 100 * **count > TOLERANCE * limits[name.as_str()])
+        .map(|(name, count)| format!("{name}: {count}, limit {}", limits[name.as_str()]))
+        .collect();
+    assert!(above.is_empty(), "more than 5 % above the limits:\n{}", above.join("\n"));
+}

@@ -1,0 +1,538 @@
+//! [`EncodedRequests`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, which
+//! documents the protocol; and [`CallReply`]: its decoded reply.
+//!
+//! ```text
+//! add(request, slot, write_key) -> item
+//! order(items, repeats) -> [OrderedItem]          the order of the call
+//! command(order, server_times, mode) -> bytes     mode: KeyMode::{Declared, CrossSlot}
+//! Script::decide(mode)                            the script of that command, for SCRIPT LOAD
+//! read(order, reply) -> CallReply                 one reply per item, in the same order
+//! ```
+//!
+//! Equal acquires of one charge share one item, which is sent once with their number.
+
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+
+use super::count::CountKind;
+use super::reply::{ReplyReader, unexpected};
+use super::{KeyMode, Script};
+use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::quota::{Quota, window_text};
+use crate::store::redis::client::error::item_error;
+use crate::store::redis::client::resp::{Value, push_word};
+use crate::store::redis::client::server_clock::ServerTimes;
+use crate::store::{Action, StoreError};
+
+#[cfg(test)]
+mod tests;
+
+/// Operation on one or more charges, independent of the other requests in its call.
+#[derive(Clone, Copy)]
+pub(crate) struct Request<'a> {
+    pub(crate) operation: Operation,
+    pub(crate) charges: &'a [Charge<'a>],
+}
+
+/// Operation of decide.lua.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operation {
+    Apply(Action),
+    /// An acquire that a charge on another node has already denied: it spends nothing, but quotas
+    /// with `count_denied` record it.
+    CountDenied,
+}
+
+/// Encoded requests of one call. It borrows nothing, so that it can outlive its callers.
+#[derive(Default)]
+pub(crate) struct EncodedRequests {
+    /// The Redis keys, concatenated.
+    keys: String,
+    charges: Vec<EncodedCharge>,
+    quotas: Vec<EncodedQuota>,
+    items: Vec<Item>,
+    /// Expected time in Redis, in units of the time for a small count.
+    weight: usize,
+    /// Whether two items may have a key in common, so that their order matters.
+    keeps_order: bool,
+    hasher: RandomState,
+}
+
+/// One or more equal requests.
+pub(crate) struct Item {
+    pub(crate) slot: u16,
+    kind: RequestKind,
+    charges: Range<usize>,
+    /// Hash of the key of an acquire. A call has few items, so that they are searched in turn.
+    key_hash: Option<u64>,
+}
+
+/// Item in the order of a call.
+pub(crate) struct OrderedItem {
+    pub(crate) item: usize,
+    run: RunKey,
+}
+
+/// Form of a request in ARGV.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RequestKind {
+    /// Acquire of one charge, which equal requests can share.
+    Acquire,
+    /// Peek of one charge.
+    Peek,
+    /// Any other operation, on one or more charges.
+    Group(Operation),
+}
+
+/// Key of the items that are sent with one header: a group, or alike acquires or peeks. Unless two
+/// items have a key in common, items are sorted by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum RunKey {
+    /// Index of the quota, cost, and number of equal acquires; 0 for a peek.
+    Alike(usize, u64, u64),
+    /// The item, which no other one is equal to.
+    Group(usize),
+}
+
+struct EncodedCharge {
+    /// Range of its key in [`EncodedRequests::keys`].
+    key: Range<usize>,
+    /// Index into [`EncodedRequests::quotas`].
+    quota: usize,
+    cost: u64,
+    /// Time of the charge to refund, by the store's own clock; 0 if unknown.
+    charged_at: u64,
+}
+
+/// Quota in the form that the script expects.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct EncodedQuota {
+    algorithm: Algorithm,
+    kind: CountKind,
+    limit: u64,
+    window: u64,
+    option: u64,
+}
+
+/// Decoded reply of one call.
+pub(crate) struct CallReply {
+    /// The server's time in microseconds.
+    pub(crate) now: i64,
+    /// Reply per item that was sent; `None` if the script ran after its deadline and did nothing.
+    pub(crate) items: Option<Vec<ItemReply>>,
+}
+
+/// Reply to one item.
+#[derive(Debug, Clone)]
+pub(crate) enum ItemReply {
+    Grants(Grants),
+    /// Decision per charge.
+    Decisions(Vec<RawDecision>),
+    /// Error of this item; other items of the call are not affected.
+    Error(String),
+}
+
+/// Decision per charge of one request.
+pub(crate) enum RequestDecisions {
+    One(Decision),
+    Many(Vec<Decision>),
+}
+
+/// Error text of an item for which the call did nothing, because it had done enough.
+pub(crate) const LATER: &str = "LATER";
+/// The largest cost that the script's doubles represent exactly. It exceeds every limit.
+const MAX_COST: u64 = 1 << 52;
+/// Deadline of a call that has none: the largest integer that a double represents exactly.
+const NO_DEADLINE: i64 = 1 << 53;
+/// Number of bytes of a word without its text, and of a header, at most.
+const KEY_BYTES: usize = 8;
+const HEADER_BYTES: usize = 112;
+/// Limit up to which a decision on a packed log takes about as long as on a small count.
+const SMALL_LOG: u64 = 250;
+/// Factor by which the general part of the script takes longer than its fast paths.
+const GENERAL_FACTOR: usize = 4;
+/// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
+/// duplicate costs little.
+const MAX_QUOTA_SCAN: usize = 8;
+
+impl<'a> Request<'a> {
+    pub(crate) fn new(operation: Operation, charges: &'a [Charge<'a>]) -> Self {
+        Self { operation, charges }
+    }
+
+    /// Returns its expected time in Redis, in units of the time for a small count.
+    pub(crate) fn weight(&self) -> usize {
+        let factor = match RequestKind::of(self) {
+            RequestKind::Acquire | RequestKind::Peek => 1,
+            RequestKind::Group(Operation::Apply(Action::Reset)) => return self.charges.len(),
+            RequestKind::Group(_) => GENERAL_FACTOR,
+        };
+        self.charges.iter().map(|charge| factor * quota_weight(charge.quota())).sum()
+    }
+}
+
+impl Operation {
+    /// Returns its number in the script.
+    fn number(self) -> u8 {
+        match self {
+            Self::Apply(Action::Acquire) => 1,
+            Self::Apply(Action::Peek) => 2,
+            Self::Apply(Action::Refund) => 3,
+            Self::Apply(Action::Reset) => 4,
+            Self::Apply(Action::ChargeUpTo) => 5,
+            Self::Apply(Action::Report) => 6,
+            Self::CountDenied => 7,
+        }
+    }
+}
+
+impl ItemReply {
+    /// Returns the decisions for one request, given the number of equal requests before it.
+    pub(crate) fn decisions(
+        &self,
+        request: &Request<'_>,
+        preceding: u64,
+    ) -> Result<RequestDecisions, StoreError> {
+        let decision = |raw: RawDecision, charge: &Charge<'_>| {
+            raw.into_decision(charge.quota(), Source::Store)
+        };
+        match (self, request.charges) {
+            (Self::Grants(grants), [charge]) => {
+                let raw = grants.decision(charge.quota(), charge.cost(), preceding);
+                Ok(RequestDecisions::One(decision(raw, charge)))
+            }
+            (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
+            // The script does not compute the state of a key that it has deleted.
+            (Self::Decisions(_), charges)
+                if request.operation == Operation::Apply(Action::Reset) =>
+            {
+                let untouched =
+                    |charge: &Charge<'_>| decision(RawDecision::untouched(charge.quota()), charge);
+                Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
+            }
+            (Self::Decisions(raw), charges) => {
+                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
+                Ok(RequestDecisions::Many(decided.collect()))
+            }
+            (Self::Error(reason), _) => Err(item_error(reason)),
+        }
+    }
+}
+
+impl RequestDecisions {
+    pub(crate) fn into_vec(self) -> Vec<Decision> {
+        match self {
+            Self::One(decision) => vec![decision],
+            Self::Many(decisions) => decisions,
+        }
+    }
+
+    /// Returns the decision of a request with a single charge.
+    pub(crate) fn into_one(self) -> Result<Decision, StoreError> {
+        match self {
+            Self::One(decision) => Ok(decision),
+            Self::Many(decisions) => {
+                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
+            }
+        }
+    }
+}
+
+impl RequestKind {
+    fn of(request: &Request<'_>) -> Self {
+        match (request.operation, request.charges) {
+            // Requests with `count_denied` are not equal: each denial changes the state for the
+            // next.
+            (Operation::Apply(action @ (Action::Acquire | Action::Peek)), [charge])
+                if charge.cost() > 0 && !charge.quota().count_denied() =>
+            {
+                if action == Action::Peek { Self::Peek } else { Self::Acquire }
+            }
+            (operation, _) => Self::Group(operation),
+        }
+    }
+}
+
+impl Item {
+    /// Returns whether the script only reads the count.
+    pub(crate) fn is_read(&self) -> bool {
+        self.kind == RequestKind::Group(Operation::Apply(Action::ChargeUpTo))
+    }
+}
+
+impl EncodedQuota {
+    fn of(quota: &Quota) -> Self {
+        let algorithm = quota.algorithm();
+        let option = match algorithm {
+            Algorithm::SlidingLog => u64::from(quota.count_denied()),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => quota.burst(),
+            Algorithm::SlidingCounter | Algorithm::FixedWindow => 0,
+        };
+        let (limit, window) = (quota.limit(), quota.window_micros());
+        Self { algorithm, kind: CountKind::of(quota), limit, window, option }
+    }
+}
+
+/// Returns the expected time of a decision on the fast path in Redis, in units of the time for a small
+/// count. A packed log is copied as a whole while it is short, and costs more when it is long.
+fn quota_weight(quota: &Quota) -> usize {
+    match CountKind::of(quota) {
+        CountKind::SlidingLog => 2,
+        CountKind::PackedLog if quota.limit() > SMALL_LOG => 4,
+        _ => 1,
+    }
+}
+
+impl EncodedRequests {
+    /// Adds a request, or finds an item of equal requests. Returns the index of the item.
+    pub(crate) fn add(
+        &mut self,
+        request: &Request<'_>,
+        slot: u16,
+        write_key: impl Fn(&mut String, &Charge<'_>),
+    ) -> usize {
+        let kind = RequestKind::of(request);
+        let first_charge = self.charges.len();
+        let keys_start = self.keys.len();
+        for charge in request.charges {
+            let start = self.keys.len();
+            write_key(&mut self.keys, charge);
+            let quota = self.quota_index(charge.quota());
+            let cost = charge.cost().min(MAX_COST);
+            let charged_at = charge.charged_at().as_micros();
+            let key = start..self.keys.len();
+            self.charges.push(EncodedCharge { key, quota, cost, charged_at });
+        }
+        let key_hash =
+            (kind == RequestKind::Acquire).then(|| self.hasher.hash_one(self.key_of(first_charge)));
+        if key_hash.is_some() {
+            let (equal_item, has_same_key) = self.find_equal(first_charge, key_hash);
+            if let Some(equal_item) = equal_item {
+                self.keys.truncate(keys_start);
+                self.charges.truncate(first_charge);
+                return equal_item;
+            }
+            self.keeps_order |= has_same_key;
+        } else {
+            self.keeps_order = true;
+        }
+        self.weight += request.weight();
+        self.items.push(Item { slot, kind, charges: first_charge..self.charges.len(), key_hash });
+        self.items.len() - 1
+    }
+
+    /// Returns the acquire that is equal to that of this charge, and whether any acquire has the
+    /// same key.
+    fn find_equal(&self, charge: usize, key_hash: Option<u64>) -> (Option<usize>, bool) {
+        let (mut equal_item, mut has_same_key) = (None, false);
+        for (index, item) in self.items.iter().enumerate() {
+            let other = item.charges.start;
+            if item.key_hash == key_hash && self.key_of(other) == self.key_of(charge) {
+                has_same_key = true;
+                if self.has_equal_quota_and_cost(other, charge) {
+                    equal_item = Some(index);
+                }
+            }
+        }
+        (equal_item, has_same_key)
+    }
+
+    fn key_of(&self, charge: usize) -> &str {
+        &self.keys[self.charges[charge].key.clone()]
+    }
+
+    /// Returns whether two charges have the same quota and cost. Compares quotas by value, because
+    /// the same quota may have two indices; see [`MAX_QUOTA_SCAN`].
+    fn has_equal_quota_and_cost(&self, left: usize, right: usize) -> bool {
+        let (left, right) = (&self.charges[left], &self.charges[right]);
+        self.quotas[left.quota] == self.quotas[right.quota] && left.cost == right.cost
+    }
+
+    fn quota_index(&mut self, quota: &Quota) -> usize {
+        let quota = EncodedQuota::of(quota);
+        let mut recent = self.quotas.iter().enumerate().rev().take(MAX_QUOTA_SCAN);
+        let existing = recent.find(|(_, recent)| **recent == quota).map(|(index, _)| index);
+        existing.unwrap_or_else(|| {
+            self.quotas.push(quota);
+            self.quotas.len() - 1
+        })
+    }
+
+    pub(crate) fn items(&self) -> &[Item] {
+        &self.items
+    }
+
+    /// Returns whether a charge has the time of an earlier one, to refund it.
+    pub(crate) fn have_times(&self) -> bool {
+        self.charges.iter().any(|charge| charge.charged_at != 0)
+    }
+
+    /// Returns the expected time in Redis, in units of the time for a small count.
+    pub(crate) fn weight(&self) -> usize {
+        self.weight
+    }
+
+    fn charges_of(&self, item: usize) -> &[EncodedCharge] {
+        &self.charges[self.items[item].charges.clone()]
+    }
+
+    /// Returns these items in the order of a call, each with its number of equal requests.
+    pub(crate) fn order(
+        &self,
+        items: impl IntoIterator<Item = usize>,
+        repeats: impl Fn(usize) -> u64,
+    ) -> Vec<OrderedItem> {
+        let ordered = |item: usize| {
+            let alike = |times| {
+                let charge = &self.charges_of(item)[0];
+                RunKey::Alike(charge.quota, charge.cost, times)
+            };
+            let run = match self.items[item].kind {
+                RequestKind::Acquire => alike(repeats(item)),
+                RequestKind::Peek => alike(0),
+                RequestKind::Group(_) => RunKey::Group(item),
+            };
+            OrderedItem { item, run }
+        };
+        let mut order: Vec<_> = items.into_iter().map(ordered).collect();
+        if !self.keeps_order {
+            order.sort_by_key(|ordered| ordered.run);
+        }
+        order
+    }
+
+    /// Encodes the call of these items.
+    pub(crate) fn command(
+        &self,
+        order: &[OrderedItem],
+        server_times: &ServerTimes,
+        mode: KeyMode,
+    ) -> Vec<u8> {
+        let charges = || order.iter().flat_map(|ordered| self.charges_of(ordered.item));
+        let keys = charges().count();
+        let declared = if mode == KeyMode::Declared { keys } else { keys.min(1) };
+        let runs = || order.chunk_by(|one, other| one.run == other.run);
+        let run_count = runs().count();
+        let arguments = run_count + keys - declared;
+        let capacity = self.keys.len() + KEY_BYTES * keys + HEADER_BYTES * run_count;
+        let mut command = Script::decide(mode).encode_evalsha(declared, arguments, capacity);
+        let push_key = |command: &mut Vec<u8>, charge: &EncodedCharge| {
+            push_word(command, self.keys[charge.key.clone()].as_bytes());
+        };
+        charges().take(declared).for_each(|charge| push_key(&mut command, charge));
+        let mut header = Vec::with_capacity(HEADER_BYTES);
+        for run in runs() {
+            let Some(OrderedItem { item, run: key }) = run.first() else { continue };
+            header.clear();
+            #[expect(clippy::cast_precision_loss, reason = "all numbers are below 2^53")]
+            let mut push = |number: i64| header.extend((number as f64).to_le_bytes());
+            push(server_times.deadline.unwrap_or(NO_DEADLINE));
+            push(signed(server_times.driven.unwrap_or(0)));
+            push(signed(run_count as u64));
+            match *key {
+                RunKey::Alike(quota, cost, times) => {
+                    let quota = &self.quotas[quota];
+                    push(i64::from(quota.kind.number()));
+                    push(signed(run.len() as u64));
+                    for number in [quota.limit, quota.window, quota.option, cost, times] {
+                        push(signed(number));
+                    }
+                    if matches!(quota.kind, CountKind::SlidingLog | CountKind::SlidingCounter) {
+                        header.extend(window_text(quota.window).into_bytes());
+                    }
+                }
+                RunKey::Group(_) => self.push_group(*item, server_times, push),
+            }
+            push_word(&mut command, &header);
+        }
+        charges().skip(declared).for_each(|charge| push_key(&mut command, charge));
+        command
+    }
+
+    /// Writes the part of a group's header that follows the call's numbers.
+    fn push_group(&self, item: usize, server_times: &ServerTimes, mut push: impl FnMut(i64)) {
+        let charges = self.charges_of(item);
+        let RequestKind::Group(operation) = self.items[item].kind else { return };
+        push(0);
+        push(signed(charges.len() as u64));
+        push(i64::from(operation.number()));
+        push(signed(charges.len() as u64));
+        (0..3).for_each(|_| push(0));
+        for charge in charges {
+            let quota = &self.quotas[charge.quota];
+            push(i64::from(quota.kind.number()));
+            for number in [quota.limit, quota.window, quota.option, charge.cost] {
+                push(signed(number));
+            }
+            push(server_times.to_server_time(charge.charged_at));
+        }
+    }
+
+    fn is_reset(&self, item: usize) -> bool {
+        self.items[item].kind == RequestKind::Group(Operation::Apply(Action::Reset))
+    }
+
+    /// Decodes the reply to [`command`](Self::command) with the same order.
+    pub(crate) fn read(
+        &self,
+        order: &[OrderedItem],
+        reply: &Value,
+    ) -> Result<CallReply, StoreError> {
+        let Value::String(bytes) = reply else { return Err(unexpected("not a string")) };
+        let mut reader = ReplyReader::new(bytes);
+        let now = signed(reader.number()?);
+        if reader.is_at_end() && !order.is_empty() {
+            return Ok(CallReply { now, items: None });
+        }
+        let mut items = Vec::with_capacity(order.len());
+        for ordered in order {
+            items.push(match reader.error()? {
+                Some(error) => ItemReply::Error(error),
+                None => self.read_item(ordered, &mut reader)?,
+            });
+        }
+        if !reader.is_at_end() {
+            return Err(unexpected("a wrong length"));
+        }
+        Ok(CallReply { now, items: Some(items) })
+    }
+
+    fn read_item(
+        &self,
+        ordered: &OrderedItem,
+        reader: &mut ReplyReader<'_>,
+    ) -> Result<ItemReply, StoreError> {
+        if let RunKey::Alike(quota, _, times) = ordered.run {
+            let (granted, remaining) = (reader.number()?, reader.number()?);
+            let algorithm = self.quotas[quota].algorithm;
+            let snapshot = CounterSnapshot::read(algorithm, || reader.number())?;
+            let is_denied = granted < times.max(1);
+            let (retry_after, reset_after) =
+                if is_denied { (reader.number()?, reader.number()?) } else { (0, 0) };
+            return Ok(ItemReply::Grants(Grants {
+                granted,
+                remaining,
+                snapshot,
+                retry_after,
+                reset_after,
+            }));
+        }
+        if self.is_reset(ordered.item) {
+            reader.number()?;
+            return Ok(ItemReply::Decisions(Vec::new()));
+        }
+        let decisions = self.charges_of(ordered.item).iter().map(|_| {
+            let allowed = reader.number()? == 1;
+            let mut next = || reader.number();
+            let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
+            Ok(RawDecision { allowed, remaining, retry_after, reset_after, delay })
+        });
+        Ok(ItemReply::Decisions(decisions.collect::<Result<_, StoreError>>()?))
+    }
+}
+
+fn signed(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
