@@ -333,10 +333,7 @@ async fn decide(
     let explains = request.uri().query().map_or(Ok(false), asks_to_explain)?;
     let bytes = read(request.body_mut()).await?;
     let headers = request.headers();
-    let mut body = match QueryBody::parse_plain(&bytes) {
-        Some(body) => body,
-        None => parse::<Object<QueryBody<'_>>>(&bytes)?.0,
-    };
+    let Object(mut body) = parse::<Object<QueryBody<'_>>>(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
         check_attributes(attributes, active.policies())?;
         set_client_ip(attributes, &active.client_ip, peer, headers)?;
