@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body::Body as HttpBody;
 use http_body_util::Full;
 use hyper::service::{Service, service_fn};
@@ -333,10 +333,7 @@ async fn decide(
     let explains = request.uri().query().map_or(Ok(false), asks_to_explain)?;
     let bytes = read(request.body_mut()).await?;
     let headers = request.headers();
-    let mut body = match QueryBody::parse_plain(&bytes) {
-        Some(body) => body,
-        None => parse::<Object<QueryBody<'_>>>(&bytes)?.0,
-    };
+    let Object(mut body) = parse::<Object<QueryBody<'_>>>(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
         check_attributes(attributes, active.policies())?;
         set_client_ip(attributes, &active.client_ip, peer, headers)?;
@@ -391,11 +388,8 @@ fn decision_response(
 ) -> ApiResponse {
     let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    let headers = usual_headers(decisions, active).unwrap_or_else(|| {
-        let mut headers = json_headers();
-        add_rate_limit_headers(&mut headers, decisions, active, denied);
-        headers
-    });
+    let mut headers = json_headers();
+    add_rate_limit_headers(&mut headers, decisions, active, denied);
     let body = if explains {
         json::explained_body(decisions, |policy, key| active.shown_key(policy, key.to_owned()))
     } else {
@@ -437,37 +431,6 @@ pub(crate) fn add_rate_limit_headers(
             headers.insert(name, value);
         }
     });
-}
-
-/// Headers of nearly every response in their order, without the values of the rate limit headers.
-static USUAL_HEADERS: LazyLock<HeaderMap> = LazyLock::new(|| {
-    let names = [
-        "ratelimit-policy",
-        "ratelimit",
-        "x-ratelimit-limit",
-        "x-ratelimit-remaining",
-        "x-ratelimit-reset",
-    ];
-    let names = names.map(HeaderName::from_static).into_iter();
-    let empty = names.map(|name| (name, HeaderValue::from_static("")));
-    empty.chain([(header::CONTENT_TYPE, JSON)]).collect()
-});
-
-/// Returns the headers of a response, if they are the usual ones. A copy of a map with the same
-/// names saves their hashes.
-fn usual_headers(decisions: &PolicyDecisions<'_>, active: &ActiveConfig) -> Option<HeaderMap> {
-    if active.partition_keys || !active.x_ratelimit_headers {
-        return None;
-    }
-    let mut headers = USUAL_HEADERS.clone();
-    let mut places = headers.iter_mut();
-    let mut is_usual = true;
-    for_each_header_value(decisions.header_states(), true, |name, value| match places.next() {
-        Some((expected, place)) if *expected == name => *place = value,
-        _ => is_usual = false,
-    });
-    let is_whole = places.next().is_some_and(|(name, _)| *name == header::CONTENT_TYPE);
-    (is_usual && is_whole).then_some(headers)
 }
 
 /// Returns the partition key of a decision: the first half of the SHA-256 of its key.

@@ -30,16 +30,14 @@ pub use builder::PolicyBuilder;
 pub use decisions::{PolicyDecision, PolicyDecisions};
 pub use error::PolicyError;
 pub(crate) use key_source::AttributeNames;
+#[cfg(feature = "config")]
+pub(crate) use key_source::NAMES as ATTRIBUTE_NAMES;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
 pub use key_source::{AttributeError, KeySource};
-#[cfg(feature = "config")]
-pub(crate) use key_source::{NAMES as ATTRIBUTE_NAMES, PREFIXES as ATTRIBUTE_PREFIXES};
 pub use limiter::{
     DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, Progress, TRACE_TARGET, Waiting,
 };
-#[cfg(feature = "config")]
-pub(crate) use mistake::NOT_IN_HOSTS;
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};

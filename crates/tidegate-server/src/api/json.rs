@@ -14,8 +14,6 @@ use tidegate::{
 use super::forward_auth::nearest_host;
 use crate::duration::millis_rounded_up;
 
-mod plain;
-
 /// The largest `age_ms`: 10 years, longer than any count is kept.
 pub(crate) const MAX_AGE_MS: u64 = 10 * 366 * 86_400_000;
 
@@ -45,13 +43,6 @@ pub(crate) struct QueryBody<'a> {
     /// Only for a refund, which requires it: age of the charge in milliseconds, measured from just
     /// before it was sent.
     pub(crate) age_ms: Option<u64>,
-}
-
-impl<'a> QueryBody<'a> {
-    /// Parses a query of the most frequent form; `None` for any other body.
-    pub(crate) fn parse_plain(body: &'a [u8]) -> Option<Self> {
-        plain::parse(body)
-    }
 }
 
 /// JSON object with the fields of this type. Derived implementations also accept an array of the

@@ -2,7 +2,7 @@
 //! API checks.
 
 use serde_json::{Value, json};
-use tidegate::internals::schema;
+use tidegate::internals::{duration, schema};
 use tidegate::{MAX_CHARGES, MAX_KEY_BYTES, Quota};
 use utoipa::OpenApi;
 
@@ -23,7 +23,7 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
         ("QueryBody", "age_ms", json!({"minimum": 0, "maximum": MAX_AGE_MS})),
         ("QuotaBody", "limit", units.clone()),
         ("QuotaBody", "burst", units),
-        ("QuotaBody", "window", json!({"pattern": schema::window_pattern()})),
+        ("QuotaBody", "window", json!({"pattern": duration::PATTERN})),
         ("QueryBody", "attributes", json!({"maxProperties": MAX_BODY_BYTES / MIN_ATTRIBUTE_BYTES})),
         ("Problem", "type", json!({"maxLength": MAX_DETAIL})),
         ("Problem", "title", json!({"maxLength": MAX_DETAIL})),

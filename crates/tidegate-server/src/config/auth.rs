@@ -18,7 +18,7 @@ pub(crate) const TOKEN_VARIABLES: [&str; 2] = [API_TOKEN, ADMIN_TOKEN];
 
 /// Minimum length of a token that cannot be guessed.
 const MIN_TOKEN_CHARS: usize = 16;
-pub(super) const MAX_TOKEN_NAME_BYTES: usize = 64;
+const MAX_TOKEN_NAME_BYTES: usize = 64;
 
 /// Validated section.
 pub(super) struct Auth {

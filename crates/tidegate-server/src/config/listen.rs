@@ -17,7 +17,7 @@ use crate::auth::Tokens;
 const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 /// Minimum and maximum of `max_connection_age`, in microseconds: from a second to 366 days.
-pub(super) const CONNECTION_AGES: [u64; 2] = [1_000_000, 366 * 86_400_000_000];
+const CONNECTION_AGES: [u64; 2] = [1_000_000, 366 * 86_400_000_000];
 /// Longer than the 60 s for which common load balancers keep idle connections.
 const DEFAULT_IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 /// Redis clients keep connections in pools, and their servers close none by default.
@@ -25,9 +25,9 @@ const DEFAULT_RESP_IDLE_TIMEOUT: Duration = Duration::from_secs(300);
 const DEFAULT_MAX_CONNECTIONS: usize = 16_384;
 const MAX_ALLOWED_HOSTS: usize = 100;
 /// Maximum length of a host name (RFC 1035, 2.3.4).
-pub(super) const MAX_NAME_BYTES: usize = 253;
+const MAX_NAME_BYTES: usize = 253;
 /// Maximum length of the path of a Unix socket, in bytes: that of Linux, without the final NUL.
-pub(super) const MAX_UNIX_PATH_BYTES: usize = 107;
+const MAX_UNIX_PATH_BYTES: usize = 107;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Listen {

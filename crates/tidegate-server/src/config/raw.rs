@@ -5,18 +5,18 @@ use std::fmt;
 
 use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
+use serde_json::json;
 use serde_saphyr::Spanned;
-use tidegate::internals::schema::CustomAttributes;
-use tidegate::internals::{Bounded, BoundedDuration, Flag, OneOrMany, Ratio, RawPaths, RawPolicy};
+use tidegate::internals::{
+    Bounded, BoundedDuration, Flag, OneOrMany, Ratio, RawPaths, RawPolicy, duration,
+};
 use tidegate::{Algorithm, OnStoreFailure};
 
 use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
-    Address, ConnectionAge, HeaderName, HostName, Master, Network, NotBlank, Origin, Permissions,
-    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, TokenName, TokenScope, UpstreamUrl,
-    add_auth_rules, add_config_rules, add_cors_rules, add_listener_tls_rules, add_sentinel_rules,
-    add_store_rules, add_tls_rules, add_token_rules,
+    ADDRESS, NETWORK, ORIGIN, PERMISSIONS, REDIS_URL, SCOPE, UPSTREAM, add_cors_rules, excludes,
+    has, needs, redis_urls, rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -35,7 +35,7 @@ pub(super) type IdleTimeout = BoundedDuration<1_000_000, 86_400_000_000>;
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Config", transform = add_config_rules)]
+#[schemars(rename = "Config")]
 pub(super) struct RawConfig {
     pub(super) listen: RawListen,
     pub(super) store: RawStore,
@@ -49,7 +49,7 @@ pub(super) struct RawConfig {
     pub(super) log_denials: Option<RawLogDenials>,
     /// Attributes that API clients send in addition to the built-in ones, such as tenant. Any other
     /// name is an error.
-    #[schemars(with = "CustomAttributes")]
+    #[schemars(with = "Vec<String>", inner(length(min = 1)))]
     pub(super) attributes: Vec<Spanned<String>>,
     /// Rate limit policies. Every policy that applies to a request must allow it.
     pub(super) policies: Vec<RawPolicy>,
@@ -61,30 +61,30 @@ pub(super) struct RawConfig {
 #[schemars(rename = "Listen")]
 pub(super) struct RawListen {
     /// HTTP API; 127.0.0.1:8080 by default.
-    #[schemars(with = "Option<Address>")]
+    #[schemars(with = "Option<String>", pattern(ADDRESS))]
     pub(super) http: Option<Spanned<String>>,
     /// Envoy's rate limit service; 127.0.0.1:8081 by default.
-    #[schemars(with = "Option<Address>")]
+    #[schemars(with = "Option<String>", pattern(ADDRESS))]
     pub(super) grpc: Option<Spanned<String>>,
     /// Metrics and health; 127.0.0.1:8082 by default. Other than loopback only with
     /// `auth.admin_token`, or a token with the scope read or reset.
-    #[schemars(with = "Option<Address>")]
+    #[schemars(with = "Option<String>", pattern(ADDRESS))]
     pub(super) admin: Option<Spanned<String>>,
     /// Requests of `tidegate gateway`; 127.0.0.1:8000 by default.
-    #[schemars(with = "Option<Address>")]
+    #[schemars(with = "Option<String>", pattern(ADDRESS))]
     pub(super) gateway: Option<Spanned<String>>,
     /// Redis protocol, for any Redis client; off by default. Other than loopback only with
     /// `auth.api_token`, or a token with the scope acquire or refund.
-    #[schemars(with = "Option<Address>")]
+    #[schemars(with = "Option<String>", pattern(ADDRESS))]
     pub(super) resp: Option<Spanned<String>>,
     /// Permissions of the files of Unix sockets, in octal; '660' by default: the user and the group
     /// of this process may connect.
-    #[schemars(with = "Option<Permissions>")]
+    #[schemars(with = "Option<String>", pattern(PERMISSIONS))]
     pub(super) unix_mode: Option<UnixMode>,
     /// Age at which connections to http, grpc and gateway are closed after their requests in
     /// flight, so that clients distribute them again over the instances behind a load balancer; 1h
     /// by default, varied by 10 %; `off` for never.
-    #[schemars(with = "Option<ConnectionAge>")]
+    #[schemars(with = "Option<String>", pattern(format!("^off$|{}", duration::PATTERN)))]
     pub(super) max_connection_age: Option<Spanned<String>>,
     /// Time without a request after which a connection is closed, from 1s to 1d; 75s by default,
     /// and 5m on resp, whose clients keep pools of connections. Pings do not count. Must be longer than the time for which a load balancer keeps idle
@@ -104,24 +104,26 @@ pub(super) struct RawListen {
     /// Host names by which http and admin are called, such as `tidegate.example.com` or
     /// `*.example.com`. On loopback, a listener without a token serves only these names, IP
     /// addresses and localhost; on other addresses this restricts only browsers.
-    #[schemars(with = "Vec<HostName>", length(max = 100))]
+    #[schemars(with = "Vec<String>", length(max = 100), inner(length(min = 1)))]
     pub(super) allowed_hosts: Vec<Spanned<String>>,
     /// Addresses or networks of balancers whose connections must start with a header of the PROXY
     /// protocol, version 1 or 2, on every listener. The client that it names is the peer of the
     /// connection. Other connections have no header.
-    #[schemars(with = "Vec<Network>")]
+    #[schemars(with = "Vec<String>", inner(pattern(NETWORK)))]
     pub(super) proxy_protocol: Vec<Spanned<String>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Store", transform = add_store_rules)]
+#[schemars(rename = "Store", transform = rules([
+    excludes("redis", "sentinel"), needs("password_file", &["redis", "sentinel"])
+]))]
 pub(super) struct RawStore {
     /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some
     /// nodes for a cluster.
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "RedisUrls")]
+    #[schemars(schema_with = "redis_urls")]
     pub(super) redis: Option<Spanned<Option<OneOrMany>>>,
     #[schemars(with = "Option<RawSentinel>")]
     pub(super) sentinel: Option<Spanned<RawSentinel>>,
@@ -134,7 +136,7 @@ pub(super) struct RawStore {
     #[schemars(with = "Option<String>")]
     pub(super) password_file: Option<Spanned<String>>,
     /// Prefix of every key in Redis; `rate_limit` by default.
-    #[schemars(with = "Option<Prefix>")]
+    #[schemars(with = "Option<String>", length(min = 1))]
     pub(super) prefix: Option<Spanned<String>>,
     /// Timeout of a decision by Redis; 100ms by default.
     pub(super) timeout: Option<StoreTimeout>,
@@ -152,13 +154,15 @@ pub(super) struct RawStore {
 /// Redis behind Sentinels.
 #[derive(serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Sentinel", transform = add_sentinel_rules)]
+#[schemars(rename = "Sentinel", transform = rules([
+    needs("username", &["password", "password_file"]), excludes("password", "password_file")
+]))]
 pub(super) struct RawSentinel {
     /// Name of the primary, as in `sentinel monitor NAME …`.
-    #[schemars(with = "Master")]
+    #[schemars(with = "String", length(min = 1))]
     pub(super) master: Spanned<String>,
     /// Sentinels, `redis://[user:password@]host[:port]`.
-    #[schemars(with = "Vec<RedisUrl>", length(min = 1))]
+    #[schemars(with = "Vec<String>", length(min = 1), inner(pattern(REDIS_URL)))]
     pub(super) nodes: Spanned<Vec<String>>,
     /// User on the Redis servers, if it differs from the one on the Sentinels.
     #[schemars(with = "Option<String>")]
@@ -176,7 +180,9 @@ pub(super) struct RawSentinel {
 /// TLS towards Redis. Paths are relative to the directory of this file.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "StoreTls", transform = add_tls_rules)]
+#[schemars(rename = "StoreTls", transform = rules([
+    needs("certificate", &["key"]), needs("key", &["certificate"])
+]))]
 pub(super) struct RawStoreTls {
     /// CA of the servers' certificates, in PEM; the system's roots by default.
     #[schemars(with = "Option<String>")]
@@ -189,7 +195,7 @@ pub(super) struct RawStoreTls {
     pub(super) key: Option<Spanned<String>>,
     /// Name that the servers' certificates must have, for servers whose address is not in them. A
     /// cluster's announced host names have precedence. The host of the URL by default.
-    #[schemars(with = "Option<ServerName>")]
+    #[schemars(with = "Option<String>", length(min = 1))]
     pub(super) server_name: Option<Spanned<String>>,
 }
 
@@ -207,7 +213,7 @@ pub(super) struct RawClientIp {
     /// Networks whose `X-Forwarded-For` (or `Forwarded`) is trusted. These proxies must set the
     /// header themselves: one that they only pass on comes from the client. Without any, the peer's
     /// address is used.
-    #[schemars(with = "Vec<Network>")]
+    #[schemars(with = "Vec<String>", inner(pattern(NETWORK)))]
     pub(super) trusted_proxies: Vec<Spanned<String>>,
     /// Prefix length by which IPv6 clients are grouped; 64 by default.
     pub(super) ipv6_prefix: Option<Bounded<1, 128>>,
@@ -216,13 +222,15 @@ pub(super) struct RawClientIp {
 /// Authentication of API and admin clients.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Auth", transform = add_auth_rules)]
+#[schemars(rename = "Auth", transform = rules([
+    excludes("api_token", "api_token_file"), excludes("admin_token", "admin_token_file")
+]))]
 pub(super) struct RawAuth {
     /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`), and the password
     /// of Redis clients (`AUTH`): the short form of an entry of `tokens` with the scopes acquire
     /// and refund.
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "NotBlank")]
+    #[schemars(with = "String", length(min = 1))]
     pub(super) api_token: Option<Spanned<Option<String>>>,
     /// File with that token, instead of `api_token`. The path is relative to the directory of this
     /// file. A changed file is reloaded.
@@ -232,7 +240,7 @@ pub(super) struct RawAuth {
     /// password of the user admin of the Redis protocol, who may reset counts. It has all scopes,
     /// but alone it does not close the API.
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "NotBlank")]
+    #[schemars(with = "String", length(min = 1))]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
     /// File with that token, instead of `admin_token`.
     #[schemars(with = "Option<String>")]
@@ -245,14 +253,16 @@ pub(super) struct RawAuth {
 /// Token of some clients, which log lines name.
 #[derive(serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Token", transform = add_token_rules)]
+#[schemars(rename = "Token", transform = rules([
+    excludes("token", "token_file"), json!({"anyOf": [has("token"), has("token_file")]})
+]))]
 pub(super) struct RawToken {
     /// Name in log lines and errors, and of the user of Redis clients; unique.
-    #[schemars(with = "TokenName")]
+    #[schemars(with = "String", length(min = 1))]
     pub(super) name: Spanned<String>,
     /// The token, such as `${CI_TOKEN}`.
     #[serde(default, deserialize_with = "present")]
-    #[schemars(with = "NotBlank")]
+    #[schemars(with = "String", length(min = 1))]
     pub(super) token: Option<Spanned<Option<String>>>,
     /// File with the token, instead of `token`. The path is relative to the directory of this file.
     /// A changed file is reloaded.
@@ -260,7 +270,7 @@ pub(super) struct RawToken {
     pub(super) token_file: Option<Spanned<String>>,
     /// Permissions: `acquire` (acquire, report and peek), `refund`, `reset`, `read` (peek, and the
     /// data of the admin listener).
-    #[schemars(with = "Vec<TokenScope>", length(min = 1))]
+    #[schemars(with = "Vec<String>", length(min = 1), inner(pattern(SCOPE)))]
     pub(super) scopes: Spanned<Vec<Spanned<String>>>,
 }
 
@@ -284,7 +294,7 @@ impl fmt::Debug for RawAuth {
 /// file. Changed files are reloaded.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Tls", transform = add_listener_tls_rules)]
+#[schemars(rename = "Tls", transform = rules([needs("client_crl", &["client_ca"])]))]
 pub(super) struct RawTls {
     /// Certificate chain, in PEM.
     #[schemars(with = "String")]
@@ -332,7 +342,7 @@ pub(super) struct RawEnvoy {
     /// YAML files of envoyproxy/ratelimit, unmodified: files, folders (their `.yaml` and `.yml`
     /// files) and patterns with `*` and `?`. Paths are relative to the directory of this file. Names
     /// that start with a dot are skipped. Files of one domain are merged.
-    #[schemars(with = "Vec<RuleFile>")]
+    #[schemars(with = "Vec<String>", inner(length(min = 1)))]
     pub(super) files: Vec<Spanned<String>>,
     /// Algorithm of the rules; fixed-window by default.
     #[schemars(with = "Option<Algorithm>")]
@@ -363,7 +373,7 @@ pub(super) struct RawEnvoy {
 pub(super) struct RawGateway {
     /// `http://HOST[:PORT][/BASE]`, `https://…` or `unix:PATH` for HTTP/1.1, `h2c://…` or `h2://…`
     /// for HTTP/2. Several are used in turns.
-    #[schemars(with = "Vec<UpstreamUrl>")]
+    #[schemars(with = "Vec<String>", inner(pattern(UPSTREAM)))]
     pub(super) upstreams: Vec<Spanned<String>>,
     /// CA of the upstreams' certificates, in PEM; the system's roots by default. The path is
     /// relative to the directory of this file. A changed file is reloaded.
@@ -407,7 +417,7 @@ pub(super) struct RawGateway {
 pub(super) struct RawCors {
     /// Origins whose scripts may read the responses, such as `https://app.example.com`; or `*`
     /// alone for all.
-    #[schemars(with = "Vec<Origin>", length(min = 1, max = 100))]
+    #[schemars(with = "Vec<String>", length(min = 1, max = 100), inner(pattern(ORIGIN)))]
     pub(super) allow_origins: Spanned<Vec<Spanned<String>>>,
     /// Also allow requests with cookies or other credentials. It requires a list of origins instead
     /// of `*`.
@@ -416,7 +426,7 @@ pub(super) struct RawCors {
     /// Headers that scripts may read; by default those that the gateway adds: `RateLimit`,
     /// `RateLimit-Policy`, `Retry-After` and `X-RateLimit-*`. They are also added to the list of an
     /// upstream that sends CORS headers.
-    #[schemars(with = "Option<Vec<HeaderName>>", length(max = 100))]
+    #[schemars(with = "Option<Vec<String>>", length(max = 100), inner(length(min = 1)))]
     pub(super) expose_headers: Option<Spanned<Vec<Spanned<String>>>>,
 }
 
@@ -428,7 +438,7 @@ pub(super) struct RawCors {
 pub(super) struct RawAccessLog {
     /// File to append to, relative to the directory of this file; or `stdout` or `stderr`. A file
     /// that was moved is opened again.
-    #[schemars(with = "NotBlank")]
+    #[schemars(with = "String", length(min = 1))]
     pub(super) path: Spanned<String>,
     /// Format of a line; `combined` by default.
     #[schemars(with = "Option<AccessLogFormat>")]

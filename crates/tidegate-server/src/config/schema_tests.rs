@@ -1,4 +1,5 @@
-//! Compares the JSON Schema with `config check`: the same documents must be valid for both.
+//! Compares the JSON Schema with `config check`: the same documents must be valid for both, except
+//! for texts of which the schema knows only the type.
 //!
 //! The documents are the examples of the documents with one change each, so a new field is
 //! compared as soon as an example has it. An independent validator judges the schema.
@@ -10,7 +11,6 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use tidegate::internals::schema::number_pattern;
 
 use super::Config;
 use door_probes::DOOR_PROBES;
@@ -20,12 +20,12 @@ mod door_probes;
 mod probes;
 
 /// Rules that a JSON Schema cannot express: a part of the message, and the reason.
-const INEXPRESSIBLE: [(&str, &str); 25] = [
+const INEXPRESSIBLE: [(&str, &str); 29] = [
     ("would never match", "depends on the rules in `paths`"),
     ("is used twice", "compares the names of two policies"),
     ("another token has this name", "compares the names of two tokens"),
     ("is overridden twice", "compares the keys of two overrides"),
-    ("is declared twice", "for uniqueItems, 5 differs from \"5\""),
+    ("is declared twice", "compares two names"),
     ("is there twice", "header names are compared without their case"),
     ("unknown attribute", "depends on the list in `attributes`"),
     ("is already in use", "compares two addresses"),
@@ -43,9 +43,39 @@ const INEXPRESSIBLE: [(&str, &str); 25] = [
     ("no file matches", "reads a folder"),
     ("this folder has no files", "reads a folder"),
     ("must agree on", "compares two URLs"),
+    ("already has a password", "looks into a URL"),
+    ("TLS options are given", "looks into a URL"),
+    ("is not on loopback", "looks into an address"),
+    ("server_name must be", "a plain 5 is a text in YAML"),
     ("is too long", "adds the parts of a duration"),
     ("all parts together", "adds the parts of a duration"),
     ("in quotes, or 5.0 would be read as 5", "5.0 and 5 are the same number in JSON"),
+];
+
+/// Formats of texts that only `config check` knows in full: a part of each message.
+const FORMATS: [&str; 22] = [
+    "is not an address",
+    "the path of a Unix socket must be absolute",
+    "is not a network",
+    "is not a host name",
+    "would allow every name",
+    "is not a Redis URL",
+    "must have no fragment",
+    "only database 0",
+    "is not an upstream",
+    "must not contain a user or password",
+    "is not an origin",
+    "is not the name of a header",
+    "must be from",
+    "is not an attribute name",
+    "the name is built in",
+    "has the control character",
+    "is not usable",
+    "** is not supported",
+    "this token is empty",
+    "this entry is empty",
+    "path is empty",
+    "this name is not valid",
 ];
 
 /// Values of wrong types for every place of a document.
@@ -151,10 +181,19 @@ const DOCUMENTS: [&str; 5] = [
     include_str!("../../../../README.md"),
 ];
 
-/// Documents with a name for messages, without repetitions.
+/// Document to compare.
+struct Candidate {
+    /// Name for messages.
+    name: String,
+    document: Value,
+    /// Whether a text was changed. Only then its format may be at fault.
+    has_other_text: bool,
+}
+
+/// Documents without repetitions.
 #[derive(Default)]
 struct Corpus {
-    documents: Vec<(String, Value)>,
+    documents: Vec<Candidate>,
     known: BTreeSet<String>,
     /// Places that were changed in an example, and whether they had a list or fields.
     changed: BTreeSet<(String, bool, bool)>,
@@ -162,8 +201,16 @@ struct Corpus {
 
 impl Corpus {
     fn add(&mut self, name: &str, document: Value) {
+        self.add_candidate(name, document, false);
+    }
+
+    fn add_text(&mut self, name: &str, document: Value) {
+        self.add_candidate(name, document, true);
+    }
+
+    fn add_candidate(&mut self, name: &str, document: Value, has_other_text: bool) {
         if self.known.insert(document.to_string()) {
-            self.documents.push((name.to_owned(), document));
+            self.documents.push(Candidate { name: name.to_owned(), document, has_other_text });
         }
     }
 }
@@ -284,7 +331,7 @@ fn add_mutations(corpus: &mut Corpus, document: &Value, numbers: &[Value]) {
         }
         for text in if is_list || is_scalar { &TEXTS[..] } else { &[] } {
             let value = if is_list { json!([text]) } else { json!(text) };
-            corpus.add(&place, changed(&|at| *at = value.clone()));
+            corpus.add_text(&place, changed(&|at| *at = value.clone()));
         }
         for number in if is_scalar { numbers } else { &[] } {
             corpus.add(&place, changed(&|at| *at = number.clone()));
@@ -367,8 +414,18 @@ fn fields(schema: &Value) -> Fields {
     fields.collect()
 }
 
+/// Returns whether a value has a text anywhere.
+fn has_text(value: &Value) -> bool {
+    match value {
+        Value::String(_) => true,
+        Value::Array(items) => items.iter().any(has_text),
+        Value::Object(fields) => fields.values().any(has_text),
+        _ => false,
+    }
+}
+
 /// Returns the error of each document by the JSON Schema, if it has one.
-fn errors_by_schema(schema: &Value, documents: &[(String, Value)]) -> Vec<Option<String>> {
+fn errors_by_schema(schema: &Value, candidates: &[Candidate]) -> Vec<Option<String>> {
     const JUDGE: &str = "
 import json, sys, jsonschema_rs
 schema, documents = json.load(sys.stdin)
@@ -385,25 +442,11 @@ print(json.dumps([error(document) for document in documents]))
         .stdout(Stdio::piped())
         .spawn()
         .unwrap_or_else(|error| panic!("{python} ({error}): `make setup` installs it"));
-    let documents: Vec<&Value> = documents.iter().map(|(_, document)| document).collect();
+    let documents: Vec<&Value> = candidates.iter().map(|candidate| &candidate.document).collect();
     let input = json!([schema, documents]).to_string();
     judge.stdin.take().expect("piped").write_all(input.as_bytes()).expect("the judge reads");
     let output = judge.wait_with_output().expect("the judge exits");
     serde_json::from_slice(&output.stdout).expect("a list of errors")
-}
-
-#[test]
-fn number_pattern_has_exactly_the_numbers_of_its_range() {
-    let documents: Vec<(String, Value)> =
-        (0..=2_000).map(|number: u64| (String::new(), json!(number.to_string()))).collect();
-    for (min, max) in
-        [(0, 0), (0, 9), (1, 1), (1, 60), (7, 13), (9, 100), (0, 255), (99, 366), (1_000, 1_305)]
-    {
-        let schema = json!({"pattern": format!("^{}$", number_pattern(min, max))});
-        let errors = errors_by_schema(&schema, &documents);
-        let valid = errors.iter().zip(0..).filter(|(error, _)| error.is_none());
-        assert!(valid.map(|(_, number)| number).eq(min..=max), "{min} to {max}: {schema}");
-    }
 }
 
 #[test]
@@ -423,7 +466,8 @@ fn schema_agrees_with_config_check() {
             for text in values {
                 let mut document = base.clone();
                 let (parent, name) = place.rsplit_once('/').unwrap_or_default();
-                let value = serde_json::from_str(text).unwrap_or_else(|_| panic!("{text}"));
+                let value: Value = serde_json::from_str(text).unwrap_or_else(|_| panic!("{text}"));
+                let has_text = has_text(&value);
                 match document.pointer_mut(parent).filter(|_| !place.is_empty()) {
                     Some(parent) if parent.is_object() => parent[name] = value,
                     _ => document = value,
@@ -432,7 +476,7 @@ fn schema_agrees_with_config_check() {
                 if checked.is_ok() != is_valid {
                     wrong.push(format!("{place}: {text}: config check says {checked:?}"));
                 }
-                corpus.add(&format!("{place} = {text}"), document);
+                corpus.add_candidate(&format!("{place} = {text}"), document, has_text);
             }
         }
     }
@@ -441,12 +485,12 @@ fn schema_agrees_with_config_check() {
         corpus.add("/policies/0/name", json!({"policies": [policy]}));
     }
     for path in ["d".repeat(106), "d".repeat(107), "é".repeat(53), "é".repeat(54)] {
-        corpus.add("/listen/http", json!({"listen": {"http": format!("unix:/{path}")}}));
+        corpus.add_text("/listen/http", json!({"listen": {"http": format!("unix:/{path}")}}));
     }
     for length in [253, 254] {
         let name = ["a.".repeat(126), "b".repeat(length - 252)].concat();
         for host in [format!("*.{name}."), name.clone()] {
-            corpus.add("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": [host]}}));
+            corpus.add_text("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": [host]}}));
         }
     }
     for count in [100, 101] {
@@ -479,13 +523,16 @@ fn schema_agrees_with_config_check() {
     let by_schema = errors_by_schema(&schema, &corpus.documents);
     let mut used = BTreeSet::new();
     let (mut valid, mut invalid) = (0, 0);
-    for ((place, document), by_schema) in corpus.documents.iter().zip(by_schema) {
+    for (candidate, by_schema) in corpus.documents.iter().zip(by_schema) {
+        let Candidate { name: place, document, has_other_text } = candidate;
         match (check(document), by_schema) {
             (Ok(()), None) => valid += 1,
             (Err(_), Some(_)) => invalid += 1,
             (Err(message), None) => {
-                match INEXPRESSIBLE.iter().find(|(part, _)| message.contains(part)) {
-                    Some((part, _)) => drop(used.insert(*part)),
+                let formats = FORMATS.iter().filter(|_| *has_other_text);
+                let excuses = INEXPRESSIBLE.iter().map(|(part, _)| part).chain(formats);
+                match excuses.into_iter().find(|part| message.contains(**part)) {
+                    Some(part) => drop(used.insert(*part)),
                     None => wrong.push(format!("{place}: schema is laxer: {message}: {document}")),
                 }
             }
@@ -503,6 +550,7 @@ fn schema_agrees_with_config_check() {
         shown.join("\n")
     );
     assert!(valid > 300 && invalid > 3_000, "{valid} valid, {invalid} invalid documents");
-    let unused: Vec<_> = INEXPRESSIBLE.iter().filter(|(part, _)| !used.contains(part)).collect();
+    let excuses = INEXPRESSIBLE.iter().map(|(part, _)| part).chain(&FORMATS);
+    let unused: Vec<_> = excuses.filter(|part| !used.contains(*part)).collect();
     assert!(unused.is_empty(), "no document needs these exceptions: {unused:?}");
 }

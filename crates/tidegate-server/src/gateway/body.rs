@@ -17,12 +17,7 @@ use super::head;
 use super::http1::UpstreamBody;
 use super::uploads::ActiveUpload;
 use crate::duration;
-use crate::listener::{self, WriteProgress};
-
-/// Initial chunk size towards HTTP/2 clients.
-const MIN_CHUNK: usize = 16 * 1024;
-/// Chunk size limit for fast clients: larger chunks mean fewer wake-ups.
-const MAX_CHUNK: usize = 256 * 1024;
+use crate::listener;
 
 /// Timer that expires when no bytes moved for a while. Clones share their state.
 #[derive(Debug, Clone)]
@@ -201,28 +196,17 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
     }
 }
 
-/// Body of an upstream's response. Towards HTTP/2 clients it is cut into chunks, so that a slow
-/// client takes little memory.
+/// Body of an upstream's response.
 #[derive(Debug)]
 pub(super) struct Download {
     body: IdleTimeoutBody<UpstreamBody>,
-    /// Rest of a frame that was larger than a chunk.
-    rest: Bytes,
-    chunk_size: usize,
-    progress: Option<Arc<WriteProgress>>,
     call: OpenCall,
 }
 
 impl Download {
     pub(super) fn new(body: UpstreamBody, timeout: Duration, call: OpenCall) -> Self {
         call.timer.set_responding(true);
-        Self {
-            body: IdleTimeoutBody::new(body, timeout, 0),
-            rest: Bytes::new(),
-            chunk_size: MIN_CHUNK,
-            progress: WriteProgress::current(),
-            call,
-        }
+        Self { body: IdleTimeoutBody::new(body, timeout, 0), call }
     }
 }
 
@@ -240,32 +224,15 @@ impl Body for Download {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
-        let this = self.get_mut();
-        let Some(progress) = &this.progress else { return Pin::new(&mut this.body).poll_frame(cx) };
-        if let Some(took) = progress.mark_consumed() {
-            let is_fast = took < this.body.timeout / 8;
-            this.chunk_size = if is_fast { MAX_CHUNK.min(this.chunk_size * 2) } else { MIN_CHUNK };
-        }
-        let mut data = std::mem::take(&mut this.rest);
-        if data.is_empty() {
-            match ready!(Pin::new(&mut this.body).poll_frame(cx)).transpose()?.map(Frame::into_data)
-            {
-                Some(Ok(frame)) => data = frame,
-                Some(Err(other)) => return Poll::Ready(Some(Ok(other))),
-                None => return Poll::Ready(None),
-            }
-        }
-        this.rest = data.split_off(data.len().min(this.chunk_size));
-        progress.mark_sent();
-        Poll::Ready(Some(Ok(Frame::data(data))))
+        Pin::new(&mut self.get_mut().body).poll_frame(cx)
     }
 
     fn is_end_stream(&self) -> bool {
-        self.rest.is_empty() && self.body.is_end_stream()
+        self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        with_more(self.body.size_hint(), self.rest.len())
+        self.body.size_hint()
     }
 }
 

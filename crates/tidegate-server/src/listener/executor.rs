@@ -13,8 +13,6 @@ use futures_util::stream::FuturesUnordered;
 use hyper::rt::Executor;
 use tokio::task::coop::cooperative;
 
-use super::progress;
-
 type Stream = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Executor that hyper hands the streams of one connection to.
@@ -62,7 +60,7 @@ fn lock(streams: &Mutex<Vec<Stream>>) -> MutexGuard<'_, Vec<Stream>> {
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
         match self {
-            Self::Spawn => drop(tokio::spawn(progress::with_progress(stream))),
+            Self::Spawn => drop(tokio::spawn(stream)),
             // `cooperative` makes each stream count against the task's poll budget, so one busy
             // connection cannot monopolize its thread.
             Self::Inline(streams) => lock(streams).push(Box::pin(cooperative(stream))),

@@ -11,12 +11,10 @@ use serde_saphyr::Spanned;
 use super::document::{ConfigError, Document};
 use super::duration;
 use super::number::{Bounded, Flag, whole};
-use super::schema::{
-    AttributeName, KeyAttributes, Matches, PolicyFailure, PolicyName, Texts, Window,
-    add_policy_rules,
-};
+use super::schema::{add_policy_rules, conditions, key_attributes, texts};
 use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
+use crate::key::MAX_KEY_BYTES;
 use crate::policy::{
     AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, PathRules, Policy, PolicyError,
     ShowKeys,
@@ -27,7 +25,7 @@ use crate::quota::{Quota, QuotaError};
 type Units = Bounded<1, { Quota::MAX_LIMIT }>;
 
 /// Decisions of a policy while the store is unavailable.
-pub(super) const POLICY_FAILURES: [OnStoreFailure; 3] =
+const POLICY_FAILURES: [OnStoreFailure; 3] =
     [OnStoreFailure::Local, OnStoreFailure::Allow, OnStoreFailure::Deny];
 
 /// A named limit.
@@ -36,18 +34,18 @@ pub(super) const POLICY_FAILURES: [OnStoreFailure; 3] =
 #[schemars(rename = "Policy", transform = add_policy_rules)]
 pub struct RawPolicy {
     /// Name in responses, metrics and Redis keys.
-    #[schemars(with = "PolicyName")]
+    #[schemars(with = "String", length(min = 1, max = MAX_KEY_BYTES))]
     pub(super) name: Spanned<String>,
     /// Attributes that must match: ip, method, path, host, header.NAME, query.NAME, cookie.NAME,
     /// domain, descriptor.KEY, or one declared in `attributes`. Each has a pattern or a list of
     /// patterns; `*` matches anything except a slash, `**` matches anything.
     #[serde(default, rename = "match")]
-    #[schemars(with = "Matches")]
+    #[schemars(schema_with = "conditions")]
     matches: Conditions,
     /// Attributes whose values are counted separately, named as in `match`. Without a key, all
     /// requests are counted together.
     #[serde(default, deserialize_with = "present")]
-    #[schemars(with = "KeyAttributes")]
+    #[schemars(schema_with = "key_attributes")]
     key: Option<Spanned<KeyNames>>,
     /// Treatment of a request without the key: skip (default) or deny.
     #[schemars(with = "Option<MissingKey>")]
@@ -66,7 +64,7 @@ pub struct RawPolicy {
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
     /// Duration such as 500ms, 60s, 5m, 1h, 30d.
-    #[schemars(with = "Window")]
+    #[schemars(with = "String", pattern(duration::PATTERN))]
     window: Spanned<String>,
     /// Capacity of a bucket; the limit by default.
     #[schemars(with = "Option<Units>")]
@@ -78,7 +76,7 @@ pub struct RawPolicy {
     #[schemars(with = "Option<Mode>")]
     mode: Option<Spanned<String>>,
     /// Decision while the store is unavailable: local (default), allow or deny.
-    #[schemars(with = "Option<PolicyFailure>")]
+    #[schemars(with = "Option<String>", extend("enum" = ["local", "allow", "deny", null]))]
     on_store_failure: Option<Spanned<String>>,
     /// Form in which operators see the keys: plain, or hashed, the default for credentials such as
     /// header.authorization, header.x-api-key and cookies.
@@ -257,11 +255,11 @@ fn policy_failure(
 #[serde(deny_unknown_fields)]
 struct Override {
     /// Value of the key; for a key of several attributes, a list in the same order.
-    #[schemars(with = "Texts")]
+    #[schemars(schema_with = "texts")]
     key: Spanned<OneOrMany>,
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
-    #[schemars(with = "Option<Window>")]
+    #[schemars(with = "Option<String>", pattern(duration::PATTERN))]
     window: Option<Spanned<String>>,
     #[schemars(with = "Option<Units>")]
     burst: Option<Spanned<Units>>,
@@ -355,7 +353,7 @@ impl RawCost {
 #[serde(deny_unknown_fields)]
 struct CostAttribute {
     /// Attribute, named as in `match`.
-    #[schemars(with = "AttributeName")]
+    #[schemars(with = "String", length(min = 1))]
     attribute: Spanned<String>,
     /// Cost if the attribute is absent or not a whole number; 1 by default.
     default: Option<Units>,

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 pub(crate) const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
-pub(crate) const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
+const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
 
 /// The number of characters of an unknown name that are compared and shown: clients choose their
 /// length.

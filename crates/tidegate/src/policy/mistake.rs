@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use super::KeySource;
 
 /// Characters that no host of a request has.
-pub(crate) const NOT_IN_HOSTS: [char; 16] =
+const NOT_IN_HOSTS: [char; 16] =
     [' ', '\t', '/', '^', '$', '|', '(', ')', '\\', ',', '!', '?', '#', '@', '{', '}'];
 
 /// Returns why no request matches this pattern of an attribute, and what would be right.
