@@ -449,6 +449,15 @@ print(json.dumps([error(document) for document in documents]))
     serde_json::from_slice(&output.stdout).expect("a list of errors")
 }
 
+fn add_long_hosts(corpus: &mut Corpus) {
+    for length in [253, 254] {
+        let name = ["a.".repeat(126), "b".repeat(length - 252)].concat();
+        for host in [format!("*.{name}."), name.clone()] {
+            corpus.add_text("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": [host]}}));
+        }
+    }
+}
+
 #[test]
 fn schema_agrees_with_config_check() {
     let folder = tempfile::tempdir().expect("a temporary directory");
@@ -487,12 +496,7 @@ fn schema_agrees_with_config_check() {
     for path in ["d".repeat(106), "d".repeat(107), "é".repeat(53), "é".repeat(54)] {
         corpus.add_text("/listen/http", json!({"listen": {"http": format!("unix:/{path}")}}));
     }
-    for length in [253, 254] {
-        let name = ["a.".repeat(126), "b".repeat(length - 252)].concat();
-        for host in [format!("*.{name}."), name.clone()] {
-            corpus.add_text("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": [host]}}));
-        }
-    }
+    add_long_hosts(&mut corpus);
     for count in [100, 101] {
         let hosts: Vec<String> = (0..count).map(|n| format!("{n}.example")).collect();
         corpus.add("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": hosts}}));
