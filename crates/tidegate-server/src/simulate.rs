@@ -95,6 +95,6 @@ impl Simulation {
     }
 
     pub(crate) fn into_report(self, traffic: TrafficSummary) -> Report {
-        Report::new(self.runs, self.comparison, traffic)
+        Report { runs: self.runs, comparison: self.comparison, traffic }
     }
 }

@@ -144,11 +144,10 @@ impl Load {
         let interval = 1e6 / self.rate;
         let period = micros_as_float(self.period);
         match self.kind {
-            LoadKind::Steady => {
-                for number in 0_u64.. {
-                    if !on_time(to_micros(float(number) * interval), false)? {
-                        break;
-                    }
+            LoadKind::Steady | LoadKind::Burst | LoadKind::Boundary => {
+                let mut number = 0;
+                while on_time(to_micros(self.regular_time(number)), false)? {
+                    number += 1;
                 }
             }
             LoadKind::Poisson => {
@@ -172,30 +171,28 @@ impl Load {
                     }
                 }
             }
-            LoadKind::Burst => {
-                let count = (period / interval).max(1.0);
-                for number in 0_u64.. {
-                    let position = float(number) / count;
-                    let (whole, part) = (position.floor(), position - position.floor());
-                    if !on_time(to_micros((whole + part * BURST_PART) * period), false)? {
-                        break;
-                    }
-                }
-            }
-            LoadKind::Boundary => {
-                let count = (2.0 * period / interval).max(2.0);
-                for number in 0_u64.. {
-                    let position = float(number) / count;
-                    let (whole, part) = (position.floor(), position - position.floor());
-                    let offset = 1.0 + (part - 0.5) * 2.0 * BURST_PART;
-                    if !on_time(to_micros((2.0 * whole + offset) * period), false)? {
-                        break;
-                    }
-                }
-            }
             LoadKind::Attack => self.attack(random, on_time)?,
         }
         Ok(())
+    }
+
+    /// Returns the time of a request of a load without randomness, in microseconds.
+    fn regular_time(&self, number: u64) -> f64 {
+        let (number, interval) = (float(number), 1e6 / self.rate);
+        let period = micros_as_float(self.period);
+        let split = |position: f64| (position.floor(), position - position.floor());
+        match self.kind {
+            LoadKind::Burst => {
+                let (whole, part) = split(number / (period / interval).max(1.0));
+                (whole + part * BURST_PART) * period
+            }
+            LoadKind::Boundary => {
+                let (whole, part) = split(number / (2.0 * period / interval).max(2.0));
+                let offset = 1.0 + (part - 0.5) * 2.0 * BURST_PART;
+                (2.0 * whole + offset) * period
+            }
+            _ => number * interval,
+        }
     }
 
     fn attack(

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicU64;
 use anyhow::{Context as _, bail};
 
 use self::file::LogFile;
-use self::record::LogRequest;
+use self::record::Record;
 
 mod combined;
 mod csv;
@@ -100,7 +100,7 @@ impl LogReader {
     /// Calls `on_request` with each request of all files, in the order of their times.
     pub(crate) fn for_each(
         mut self,
-        mut on_request: impl FnMut(&LogRequest<'_>) -> anyhow::Result<()>,
+        mut on_request: impl FnMut(&Record) -> anyhow::Result<()>,
     ) -> anyhow::Result<LineCounts> {
         let mut heads = BinaryHeap::with_capacity(self.files.len());
         for (index, file) in self.files.iter_mut().enumerate() {
@@ -110,10 +110,10 @@ impl LogReader {
         }
         let mut requests = 0_u64;
         while let Some(mut head) = heads.peek_mut() {
-            let Reverse((time, index)) = *head;
+            let Reverse((_, index)) = *head;
             let file = &mut self.files[index];
-            if let Some(request) = file.current(time) {
-                on_request(&request)?;
+            if let Some(request) = file.current() {
+                on_request(request)?;
                 requests += 1;
             }
             match file.advance()? {
@@ -121,32 +121,30 @@ impl LogReader {
                 None => _ = std::collections::binary_heap::PeekMut::pop(head),
             }
         }
+        let files = self.files.iter().map(LogFile::name).collect::<Vec<_>>().join(", ");
         let counts = self.counts();
-        if requests == 0 {
-            let files: Vec<&str> = self.files.iter().map(LogFile::name).collect();
-            match counts.examples.first() {
-                None => bail!("{} has no lines", files.join(", ")),
-                Some(example) => bail!("no line is a request: {example}"),
-            }
+        match counts.examples.first() {
+            _ if requests > 0 => Ok(counts),
+            None => bail!("{files} has no lines"),
+            Some(example) => bail!("no line is a request: {example}"),
         }
-        Ok(counts)
     }
 
-    fn counts(&self) -> LineCounts {
+    fn counts(self) -> LineCounts {
         let mut sum = LineCounts::default();
-        for counts in self.files.iter().map(LogFile::counts) {
+        for counts in self.files.into_iter().map(LogFile::into_counts) {
             sum.lines += counts.lines;
             sum.bad += counts.bad;
             sum.reordered += counts.reordered;
             sum.late += counts.late;
-            let room = MAX_EXAMPLES - sum.examples.len().min(MAX_EXAMPLES);
-            sum.examples.extend(counts.examples.iter().take(room).cloned());
-            for column in &counts.other_columns {
-                if !sum.other_columns.contains(column) {
-                    sum.other_columns.push(column.clone());
+            sum.examples.extend(counts.examples);
+            for column in counts.other_columns {
+                if !sum.other_columns.contains(&column) {
+                    sum.other_columns.push(column);
                 }
             }
         }
+        sum.examples.truncate(MAX_EXAMPLES);
         sum
     }
 }

@@ -1,8 +1,9 @@
 //! [`Report`]: the result of a simulation, as tables and as JSON.
 
 use std::io::{self, Write};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
+use jiff::Timestamp;
 use serde_json::{Value, json};
 use tidegate::Quota;
 use tidegate::internals::duration::readable;
@@ -13,13 +14,14 @@ use super::series::Series;
 use super::tally::{HEAVIEST_KEYS, PolicyTally};
 use super::what_if::Comparison;
 use crate::duration;
-use crate::gateway::access_log::time::UtcTime;
 use crate::tool::style;
 use crate::tool::table::TextTable;
 use crate::tool::text::grouped;
 
 /// Maximum number of policies whose heaviest keys the tables show; JSON has all.
 const MAX_KEY_TABLES: usize = 5;
+/// Maximum number of characters of a key in a table.
+const MAX_KEY_CHARACTERS: usize = 60;
 
 /// Facts about the traffic.
 #[derive(Debug, Default)]
@@ -56,14 +58,6 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    pub(super) fn new(
-        runs: Vec<Run>,
-        comparison: Option<Comparison>,
-        traffic: TrafficSummary,
-    ) -> Self {
-        Self { runs, comparison, traffic }
-    }
-
     /// Returns whether no policy of a configuration applied to any request, with its name.
     pub(crate) fn unmatched(&self) -> Option<&str> {
         let is_unmatched = |run: &&Run| run.counts.unlimited == run.counts.requests;
@@ -213,7 +207,8 @@ impl Report {
             }
             let mut table = TextTable::new(&["key"], &numbers);
             for heavy in tally.heaviest_keys() {
-                let mut row = vec![shown(&heavy.shown), grouped(heavy.requests)];
+                let mut row =
+                    vec![shown(&heavy.shown, MAX_KEY_CHARACTERS), grouped(heavy.requests)];
                 if others.is_empty() {
                     row.push(grouped(heavy.admitted));
                 }
@@ -389,14 +384,14 @@ fn shown_key(run: &Run, policy: &str, key: &str) -> String {
         return "(missing)".to_owned();
     }
     let plain = || key.to_owned();
-    shown(&tally_of(run, policy).map_or_else(plain, |tally| tally.shown(key)))
+    let key = tally_of(run, policy).map_or_else(plain, |tally| tally.shown(key));
+    shown(&key, MAX_KEY_CHARACTERS)
 }
 
-/// Returns a key for a terminal: without control characters, and not longer than a line.
-fn shown(key: &str) -> String {
-    const MAX_CHARACTERS: usize = 60;
-    let escaped: String = key.chars().take(MAX_CHARACTERS).flat_map(char::escape_debug).collect();
-    if key.chars().nth(MAX_CHARACTERS).is_some() { escaped + "…" } else { escaped }
+/// Returns a text for a terminal: without control characters, and not longer than a line.
+pub(super) fn shown(text: &str, max_characters: usize) -> String {
+    let escaped: String = text.chars().take(max_characters).flat_map(char::escape_debug).collect();
+    if text.chars().nth(max_characters).is_some() { escaped + "…" } else { escaped }
 }
 
 pub(super) fn limit(quota: &Quota) -> String {
@@ -410,7 +405,8 @@ pub(super) fn limit(quota: &Quota) -> String {
 
 /// Formats a time in microseconds since the Unix epoch.
 pub(super) fn utc(micros: u64) -> String {
-    UtcTime::new(UNIX_EPOCH + Duration::from_micros(micros)).rfc3339().to_string()
+    let time = i64::try_from(micros).ok().and_then(|time| Timestamp::from_microsecond(time).ok());
+    time.unwrap_or(Timestamp::MAX).strftime("%Y-%m-%dT%H:%M:%S.%3fZ").to_string()
 }
 
 fn millis(micros: u64) -> Value {

@@ -2,27 +2,11 @@
 
 /// Maximum number of bins. Beyond it, each two (or three, or five) become one.
 const MAX_BINS: usize = 512;
-const MIN_WIDTH: u64 = 1_000;
-/// Widths of bins in microseconds. Most windows are a multiple of one, so that no bin has requests
+/// Widths of bins in milliseconds. Most windows are a multiple of one, so that no bin has requests
 /// of two windows. Beyond the last one, each two bins become one.
 const WIDTHS: [u64; 17] = [
-    MIN_WIDTH,
-    2_000,
-    10_000,
-    20_000,
-    100_000,
-    200_000,
-    1_000_000,
-    2_000_000,
-    10_000_000,
-    30_000_000,
-    60_000_000,
-    300_000_000,
-    600_000_000,
-    1_800_000_000,
-    3_600_000_000,
-    10_800_000_000,
-    43_200_000_000,
+    1, 2, 10, 20, 100, 200, 1_000, 2_000, 10_000, 30_000, 60_000, 300_000, 600_000, 1_800_000,
+    3_600_000, 10_800_000, 43_200_000,
 ];
 
 /// Counts of one bin.
@@ -48,13 +32,14 @@ impl Bin {
 #[derive(Debug, Clone)]
 pub(super) struct Series {
     start: u64,
+    /// Microseconds.
     width: u64,
     bins: Vec<Bin>,
 }
 
 impl Series {
     pub(super) fn new(start: u64) -> Self {
-        Self { start, width: MIN_WIDTH, bins: Vec::new() }
+        Self { start, width: WIDTHS[0] * 1_000, bins: Vec::new() }
     }
 
     /// Returns the bin of a time, which is not before the start.
@@ -72,7 +57,7 @@ impl Series {
     }
 
     fn widen(&mut self) {
-        let next = WIDTHS.iter().copied().find(|width| *width > self.width);
+        let next = WIDTHS.iter().map(|millis| millis * 1_000).find(|width| *width > self.width);
         let factor = next.map_or(2, |next| next / self.width);
         self.width *= factor;
         let merged = self.bins.chunks(usize::try_from(factor).unwrap_or(2)).map(|group| {
@@ -83,13 +68,6 @@ impl Series {
             sum
         });
         self.bins = merged.collect();
-    }
-
-    /// Widens the bins to those of another series of the same start.
-    pub(super) fn widen_to(&mut self, other: &Self) {
-        while self.width < other.width {
-            self.widen();
-        }
     }
 
     /// Widens the bins until a width is accepted.

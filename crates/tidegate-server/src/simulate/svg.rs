@@ -33,35 +33,12 @@ const MAX_BARS: u64 = 320;
 const MAX_BOUNDARIES: u64 = 40;
 /// Maximum number of times on the axis, and the steps between them, in milliseconds.
 const MAX_TICKS: u64 = 8;
-const TICK_STEPS: [u64; 27] = [
-    1,
-    2,
-    5,
-    10,
-    20,
-    50,
-    100,
-    200,
-    500,
-    1_000,
-    2_000,
-    5_000,
-    10_000,
-    30_000,
-    60_000,
-    120_000,
-    300_000,
-    600_000,
-    1_800_000,
-    3_600_000,
-    7_200_000,
-    14_400_000,
-    43_200_000,
-    86_400_000,
-    172_800_000,
-    864_000_000,
-    8_640_000_000,
+const TICK_STEPS: [u64; 24] = [
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000, 120_000,
+    300_000, 600_000, 1_800_000, 3_600_000, 7_200_000, 14_400_000, 43_200_000, 86_400_000,
 ];
+/// Further steps, in days.
+const TICK_DAYS: [u64; 3] = [2, 10, 100];
 
 const STYLE: &str = "\
 :root{--back:#ffffff;--text:#1f2328;--muted:#59636e;--grid:#d1d9e0;--admitted:#2da44e;\
@@ -171,12 +148,10 @@ fn panels(report: &Report, span: u64) -> Vec<Panel<'_>> {
         panels.retain(|panel| panel.tally.requests >= least);
         panels.truncate(MAX_PANELS);
     }
-    let widest = panels.iter().map(|panel| &panel.series).max_by_key(|series| series.width());
-    if let Some(widest) = widest.cloned() {
-        for panel in &mut panels {
-            panel.series.widen_to(&widest);
-            panel.series.widen_until(|width| span.div_ceil(width) <= MAX_BARS);
-        }
+    let widest = panels.iter().map(|panel| panel.series.width()).max().unwrap_or_default();
+    let is_accepted = |width| width >= widest && span.div_ceil(width) <= MAX_BARS;
+    for panel in &mut panels {
+        panel.series.widen_until(is_accepted);
     }
     panels
 }
@@ -256,8 +231,10 @@ impl Panel<'_> {
         text(svg, LEFT + PLOT_WIDTH, caption, "muted end", units);
 
         let milliseconds = span / 1_000;
-        let fits = |step: &&u64| milliseconds / **step < MAX_TICKS;
-        let step = TICK_STEPS.iter().find(fits).copied().unwrap_or(milliseconds.max(1));
+        let days = TICK_DAYS.map(|days| days * 86_400_000);
+        let mut steps = TICK_STEPS.into_iter().chain(days);
+        let step = steps.find(|step| milliseconds / step < MAX_TICKS);
+        let step = step.unwrap_or(milliseconds.max(1));
         for tick in 0..=milliseconds / step {
             let time = Duration::from_millis(tick * step);
             let x = LEFT + (tick * step * 1_000) as f64 * time_scale;

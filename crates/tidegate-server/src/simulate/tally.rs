@@ -257,34 +257,29 @@ fn lifetime(quota: &Quota) -> u64 {
 
 /// Number of things that live until a time, with its peak. Expiries are counted in time slots,
 /// which are at most a 1,024th of the longest life.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Live {
     count: u64,
     peak: u64,
-    slot_width: u64,
+    /// A slot is 2^shift microseconds.
+    slot_shift: u32,
     /// First slot of `expiries`.
     base: u64,
     expiries: VecDeque<u64>,
-}
-
-impl Default for Live {
-    fn default() -> Self {
-        Self { count: 0, peak: 0, slot_width: 1, base: 0, expiries: VecDeque::new() }
-    }
 }
 
 impl Live {
     /// Counts one thing until `until`, which counted until `before`, or not at all.
     fn extend(&mut self, now: u64, before: u64, until: u64) {
         self.expire(now);
-        while (until / self.slot_width).saturating_sub(self.base) >= MAX_SLOTS as u64 {
+        while (until >> self.slot_shift).saturating_sub(self.base) >= MAX_SLOTS as u64 {
             self.widen();
         }
         if let Some(count) = self.slot(before).filter(|_| before > 0) {
             *count -= 1;
             self.count -= 1;
         }
-        let offset = usize::try_from(until / self.slot_width - self.base).unwrap_or(0);
+        let offset = usize::try_from((until >> self.slot_shift) - self.base).unwrap_or(0);
         if offset >= self.expiries.len() {
             self.expiries.resize(offset + 1, 0);
         }
@@ -294,12 +289,12 @@ impl Live {
     }
 
     fn slot(&mut self, time: u64) -> Option<&mut u64> {
-        let offset = (time / self.slot_width).checked_sub(self.base)?;
+        let offset = (time >> self.slot_shift).checked_sub(self.base)?;
         self.expiries.get_mut(usize::try_from(offset).ok()?)
     }
 
     fn expire(&mut self, now: u64) {
-        let slot = now / self.slot_width;
+        let slot = now >> self.slot_shift;
         while self.base < slot {
             match self.expiries.pop_front() {
                 Some(expired) => {
@@ -321,7 +316,7 @@ impl Live {
             }
             merged[offset] += count;
         }
-        self.slot_width *= 2;
+        self.slot_shift += 1;
         self.base /= 2;
         self.expiries = merged;
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use tidegate::{Algorithm, ClientIp, Policies, Policy, PolicyError, Quota, QuotaError};
+use tidegate::{Algorithm, ClientIp, Policies, Policy, Quota};
 
 use super::Variant;
 use crate::config::Config;
@@ -83,10 +83,6 @@ impl Variant {
             changed_quota(quota, changes)
         };
         let policies = self.policies.with_quotas(&name, vary);
-        let policies = policies.map_err(|error| match error {
-            ChangeError::Quota(error) => anyhow::Error::new(error),
-            ChangeError::Policy(error) => anyhow::Error::new(error),
-        });
         Ok(Self { policies: policies.with_context(|| format!("policy {name:?}"))?, ..self })
     }
 
@@ -106,35 +102,22 @@ impl Variant {
     }
 }
 
-enum ChangeError {
-    Quota(QuotaError),
-    Policy(PolicyError),
-}
-
-impl From<PolicyError> for ChangeError {
-    fn from(error: PolicyError) -> Self {
-        Self::Policy(error)
-    }
-}
-
-fn changed_quota(quota: &Quota, changes: QuotaChanges) -> Result<Quota, ChangeError> {
+fn changed_quota(quota: &Quota, changes: QuotaChanges) -> anyhow::Result<Quota> {
     let algorithm = changes.algorithm.unwrap_or(quota.algorithm());
     let limit = changes.limit.unwrap_or(quota.limit());
     let window = changes.window.unwrap_or(quota.window());
     let has_burst = matches!(algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket);
     // A burst that was not set follows the limit.
     let own_burst = Some(quota.burst()).filter(|burst| *burst != quota.limit() && has_burst);
-    let new = Quota::new(algorithm, limit, window);
-    let new = match changes.burst.or(own_burst) {
-        Some(burst) => new.and_then(|quota| quota.with_burst(burst)),
-        None => new,
-    };
+    let mut new = Quota::new(algorithm, limit, window)?;
+    if let Some(burst) = changes.burst.or(own_burst) {
+        new = new.with_burst(burst)?;
+    }
     let keeps_options = algorithm == quota.algorithm() && algorithm == Algorithm::SlidingLog;
-    let new = match new {
-        Ok(new) if keeps_options && quota.count_denied() => new.with_count_denied(true),
-        new => new,
-    };
-    new.map_err(ChangeError::Quota)
+    if keeps_options && quota.count_denied() {
+        new = new.with_count_denied(true)?;
+    }
+    Ok(new)
 }
 
 #[cfg(test)]

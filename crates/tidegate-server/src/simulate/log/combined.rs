@@ -1,96 +1,97 @@
 //! Lines of nginx's and Apache's combined and common formats.
 
-use super::record::{Fields, Span};
-use super::time::CombinedTime;
+use std::borrow::Cow;
 
-/// Finds the fields of
+use tidegate::internals::text;
+
+use super::record::Record;
+use super::time;
+
+const NO_TIME: &str = "it has no time in brackets";
+
+/// Reads the fields of
 /// `203.0.113.9 - - [16/Nov/2026:07:44:08 +0000] "GET / HTTP/1.1" 200 5 "referer" "agent"`.
 /// The common format ends after the size, and further fields after the agent are ignored.
-pub(super) fn parse(line: &[u8], times: &mut CombinedTime) -> Result<Fields, &'static str> {
-    let address_end = memchr::memchr(b' ', line).ok_or("it has no fields")?;
-    let bracket = memchr::memchr(b'[', &line[address_end..]).ok_or("it has no time in brackets")?;
-    let time_start = address_end + bracket + 1;
-    let time_length =
-        memchr::memchr(b']', &line[time_start..]).ok_or("it has no time in brackets")?;
-    let time_end = time_start + time_length;
-    let time = times.parse(&line[time_start..time_end]);
-    let time = time.ok_or("its time is not like 16/Nov/2026:07:44:08 +0000")?;
-    let mut rest = Rest { line, at: time_end + 1 };
-    let request = rest.quoted().ok_or("it has no request in quotes")?;
-    let (method, target) = request_line(line, request).ok_or("its request is not HTTP")?;
-    let mut fields = Fields {
-        time,
-        address: Span::new(0..address_end),
-        method: Span::new(method),
-        target: Span::new(target),
-        ..Fields::default()
-    };
-    // Status and size.
-    if rest.skip_word()
-        && rest.skip_word()
-        && let Some(referer) = rest.quoted()
-    {
-        fields.referer = Span::new(referer);
-        fields.user_agent = rest.quoted().map(Span::new).unwrap_or_default();
-    }
-    Ok(fields)
-}
-
-/// Unread part of a line.
-struct Rest<'l> {
-    line: &'l [u8],
-    at: usize,
-}
-
-impl Rest<'_> {
-    /// Returns the place of a text in quotes after one space. A quote inside it has a backslash.
-    fn quoted(&mut self) -> Option<std::ops::Range<usize>> {
-        if !self.line.get(self.at..)?.starts_with(b" \"") {
-            return None;
-        }
-        let start = self.at + 2;
-        let mut at = start;
-        loop {
-            at += memchr::memchr2(b'"', b'\\', self.line.get(at..)?)?;
-            if self.line[at] == b'"' {
-                self.at = at + 1;
-                return Some(start..at);
-            }
-            at += 2;
+pub(super) fn parse(line: &str, record: &mut Record) -> Result<(), &'static str> {
+    let (address, rest) = line.split_once(' ').ok_or("it has no fields")?;
+    let (_, rest) = rest.split_once('[').ok_or(NO_TIME)?;
+    let (time, rest) = rest.split_once(']').ok_or(NO_TIME)?;
+    let time = time::combined(time);
+    record.time = time.ok_or("its time is not like 16/Nov/2026:07:44:08 +0000")?;
+    let (request, rest) = quoted(rest).ok_or("it has no request in quotes")?;
+    let (method, target) = request_line(request).ok_or("its request is not HTTP")?;
+    record.push("ip", address);
+    record.push("method", method);
+    record.push("target", &unescaped(target));
+    // The words are the status and the size.
+    let rest = skip_word(rest).and_then(skip_word);
+    let Some((referer, rest)) = rest.and_then(quoted) else { return Ok(()) };
+    let agent = quoted(rest).map(|(agent, _)| agent);
+    for (name, value) in [("header.referer", Some(referer)), ("header.user-agent", agent)] {
+        if let Some(value) = value.filter(|value| *value != "-") {
+            record.push(name, &unescaped(value));
         }
     }
-
-    /// Skips a space and a word.
-    fn skip_word(&mut self) -> bool {
-        let rest = self.line.get(self.at..).unwrap_or_default();
-        let Some((b' ', word)) = rest.split_first() else { return false };
-        let length = memchr::memchr(b' ', word).unwrap_or(word.len());
-        self.at += 1 + length;
-        length > 0
-    }
+    Ok(())
 }
 
-/// Returns the places of the method and the target. The target may have spaces, which nginx logs as
-/// the client sent them.
-fn request_line(
-    line: &[u8],
-    request: std::ops::Range<usize>,
-) -> Option<(std::ops::Range<usize>, std::ops::Range<usize>)> {
-    let text = &line[request.clone()];
-    let method = memchr::memchr(b' ', text)?;
-    let is_method = method > 0 && text[..method].iter().all(|byte| is_token(*byte));
-    let rest = &text[method + 1..];
-    let end = match memchr::memrchr(b' ', rest) {
-        Some(space) if rest[space + 1..].starts_with(b"HTTP/") => space,
+/// Splits off a text in quotes after one space. A quote inside it has a backslash.
+fn quoted(rest: &str) -> Option<(&str, &str)> {
+    let rest = rest.strip_prefix(" \"")?;
+    let mut is_escaped = false;
+    let end = rest.bytes().position(|byte| {
+        let is_end = byte == b'"' && !is_escaped;
+        is_escaped = byte == b'\\' && !is_escaped;
+        is_end
+    })?;
+    Some((&rest[..end], &rest[end + 1..]))
+}
+
+/// Skips a space and a word.
+fn skip_word(rest: &str) -> Option<&str> {
+    let word = rest.strip_prefix(' ')?;
+    let length = word.find(' ').unwrap_or(word.len());
+    (length > 0).then(|| &word[length..])
+}
+
+/// Returns the method and the target. The target may have spaces, which nginx logs as the client
+/// sent them.
+fn request_line(request: &str) -> Option<(&str, &str)> {
+    let (method, rest) = request.split_once(' ')?;
+    let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
+    let target = match rest.rsplit_once(' ') {
+        Some((target, version)) if version.starts_with("HTTP/") => target,
         // HTTP/0.9 has no version.
-        _ => rest.len(),
+        _ => rest,
     };
-    let start = request.start + method + 1;
-    (is_method && end > 0).then(|| (request.start..request.start + method, start..start + end))
+    let is_request = !method.is_empty() && method.bytes().all(is_token) && !target.is_empty();
+    is_request.then_some((method, target))
 }
 
-fn is_token(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
+/// Decodes `\xNN`, and a backslash before another character.
+fn unescaped(escaped: &str) -> Cow<'_, str> {
+    if !escaped.contains('\\') {
+        return Cow::Borrowed(escaped);
+    }
+    let mut plain = Vec::with_capacity(escaped.len());
+    let mut rest = escaped.as_bytes();
+    while let [first, after @ ..] = rest {
+        let hex = |at: usize| after.get(at).and_then(|byte| char::from(*byte).to_digit(16));
+        let (byte, used) = match (first, after) {
+            (b'\\', [b'x' | b'X', ..]) => match hex(1).zip(hex(2)) {
+                Some((high, low)) => (u8::try_from(high * 16 + low).unwrap_or(b'?'), 3),
+                None => (b'\\', 0),
+            },
+            (b'\\', [b'n', ..]) => (b'\n', 1),
+            (b'\\', [b't', ..]) => (b'\t', 1),
+            (b'\\', [b'r', ..]) => (b'\r', 1),
+            (b'\\', [escaped @ (b'"' | b'\\'), ..]) => (*escaped, 1),
+            (other, _) => (*other, 0),
+        };
+        plain.push(byte);
+        rest = &after[used..];
+    }
+    Cow::Owned(text(&plain).into_owned())
 }
 
 #[cfg(test)]
@@ -98,10 +99,10 @@ mod tests {
     use super::*;
 
     fn fields(line: &str) -> Result<[String; 5], &'static str> {
-        let fields = parse(line.as_bytes(), &mut CombinedTime::default())?;
-        let Fields { address, method, target, referer, user_agent, .. } = fields;
-        let text = |span: Span| String::from_utf8_lossy(span.of(line.as_bytes())).into_owned();
-        Ok([address, method, target, referer, user_agent].map(text))
+        let mut record = Record::default();
+        parse(line, &mut record)?;
+        let names = ["ip", "method", "target", "header.referer", "header.user-agent"];
+        Ok(names.map(|name| record.last(name).unwrap_or_default().to_owned()))
     }
 
     #[test]
@@ -113,13 +114,13 @@ mod tests {
                 ["GET", "/a?b=1", "http://x/", "curl/8"],
             ),
             (r#" "GET / HTTP/1.1" 200 5"#, ["GET", "/", "", ""]),
-            (r#" "GET / HTTP/1.1" 200 - "-" "-" 12 "x""#, ["GET", "/", "-", "-"]),
-            (r#" "POST /a b HTTP/1.1" 400 5 "-" "-""#, ["POST", "/a b", "-", "-"]),
+            (r#" "GET / HTTP/1.1" 200 - "-" "-" 12 "x""#, ["GET", "/", "", ""]),
+            (r#" "POST /a b HTTP/1.1" 400 5 "-" "-""#, ["POST", "/a b", "", ""]),
             (
-                r#" "GET /\"q\" HTTP/1.1" 200 5 "-" "a \"b\" c\\""#,
-                ["GET", r#"/\"q\""#, "-", r#"a \"b\" c\\"#],
+                r#" "GET /\"q\" HTTP/1.1" 200 5 "-" "a \"b\" c\\ \xC3\xBC \xff""#,
+                ["GET", r#"/"q""#, "", "a \"b\" c\\ \u{1c3}\u{1bc} \u{1ff}"],
             ),
-            (r#" "GET /" 200 5 "-" "-""#, ["GET", "/", "-", "-"]),
+            (r#" "GET /" 200 5 "\xC3\xBC" "-""#, ["GET", "/", "ü", ""]),
         ] {
             let found = fields(&format!("{start}{rest}")).expect("a request");
             assert_eq!(found[0], "203.0.113.9");

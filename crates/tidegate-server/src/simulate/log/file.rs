@@ -2,19 +2,24 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, ensure};
 
-use super::csv::Columns;
+use tidegate::internals::text;
+
 use super::format::Parser;
 use super::input::{Line, LineReader, MAX_LINE_BYTES, Source};
-use super::record::LogRequest;
+use super::record::Record;
 use super::reorder::Reorder;
 use super::{AccessLogs, LineCounts, LogFormat, MAX_EXAMPLES};
+use crate::simulate::report::shown;
 
 /// Number of lines at the start of a file by which its format is recognized.
 const DETECTION_LINES: u64 = 100;
 /// Maximum number of characters of a bad line that are shown.
 const SHOWN_CHARACTERS: usize = 80;
+
+/// Bytes at the start of files that some editors of Windows write.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 pub(super) struct LogFile {
     name: String,
@@ -66,94 +71,69 @@ impl LogFile {
         }
     }
 
-    /// Returns the current request, to be decided at `time`.
-    pub(super) fn current(&self, time: u64) -> Option<LogRequest<'_>> {
-        let record = self.reorder.record(self.current?);
-        Some(LogRequest { record, columns: self.columns(), time })
+    /// Returns the current request.
+    pub(super) fn current(&self) -> Option<&Record> {
+        Some(self.reorder.record(self.current?))
     }
 
-    fn columns(&self) -> Option<&Columns> {
-        match &self.parser {
-            Some(Parser::Csv(columns)) => Some(columns),
-            _ => None,
-        }
-    }
-
-    pub(super) fn counts(&self) -> LineCounts {
-        LineCounts {
-            lines: self.counts.lines,
-            bad: self.counts.bad,
-            examples: self.counts.examples.clone(),
-            reordered: self.reorder.reordered,
-            late: self.reorder.late,
-            other_columns: self.counts.other_columns.clone(),
-        }
+    pub(super) fn into_counts(self) -> LineCounts {
+        let Reorder { reordered, late, .. } = self.reorder;
+        LineCounts { reordered, late, ..self.counts }
     }
 
     fn read_line(&mut self) -> anyhow::Result<()> {
         let number = self.counts.lines + 1;
         let line = self.lines.next();
         let line = line.with_context(|| format!("{}: line {number} cannot be read", self.name))?;
-        let text = match line {
-            None => {
-                self.is_at_end = true;
-                if self.parser.is_none() && self.counts.lines > 0 {
-                    bail!("{}", self.unknown_format());
-                }
-                return Ok(());
-            }
-            Some(Line::Text(text)) => text,
-            Some(Line::TooLong) => {
-                self.counts.lines = number;
-                let reason = format!("it is longer than {MAX_LINE_BYTES} bytes");
-                return self.add_bad(&reason, b"");
-            }
+        let Some(line) = line else {
+            self.is_at_end = true;
+            ensure!(self.parser.is_some() || self.counts.lines == 0, self.unknown_format());
+            return Ok(());
         };
         self.counts.lines = number;
-        if text.is_empty() {
+        let line = match line {
+            Line::Text(bytes) => text(bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)),
+            Line::TooLong => {
+                return self.add_bad(&format!("it is longer than {MAX_LINE_BYTES} bytes"), None);
+            }
+        };
+        if line.is_empty() {
             return Ok(());
         }
         if self.parser.is_none() {
-            self.parser = Parser::detect(self.format, text);
-            match &self.parser {
-                None if number >= DETECTION_LINES || self.format != LogFormat::Auto => {
-                    bail!("{}", self.unknown_format());
-                }
-                None => {
-                    let text = text.to_vec();
-                    return self.add_bad("its format is unknown", &text);
-                }
-                Some(Parser::Csv(columns)) => {
-                    self.counts.other_columns = columns.others();
-                    return Ok(());
-                }
-                Some(_) => {}
+            self.parser = Parser::detect(self.format, &line);
+            if let Some(Parser::Csv(columns)) = &self.parser {
+                self.counts.other_columns = columns.others();
+                return Ok(());
             }
         }
-        let Some(parser) = &mut self.parser else { return Ok(()) };
+        let Some(parser) = &mut self.parser else {
+            let line = shown(&line, SHOWN_CHARACTERS);
+            let may_follow = number < DETECTION_LINES && self.format == LogFormat::Auto;
+            ensure!(may_follow, self.unknown_format());
+            return self.add_bad("its format is unknown", Some(line));
+        };
         let (slot, record) = self.reorder.take_slot();
-        record.line.extend_from_slice(text);
-        match parser.parse(record) {
+        match parser.parse(&line, record) {
             Ok(()) => {
                 self.reorder.push(slot);
                 Ok(())
             }
             Err(reason) => {
-                let text = std::mem::take(&mut record.line);
                 self.reorder.release(slot);
-                self.add_bad(reason, &text)
+                let line = shown(&line, SHOWN_CHARACTERS);
+                self.add_bad(reason, Some(line))
             }
         }
     }
 
     #[cold]
-    fn add_bad(&mut self, reason: &str, text: &[u8]) -> anyhow::Result<()> {
+    fn add_bad(&mut self, reason: &str, line: Option<String>) -> anyhow::Result<()> {
         self.counts.bad += 1;
         if self.counts.examples.len() < MAX_EXAMPLES || self.strict {
-            let example = format!("{}:{}: {reason}{}", self.name, self.counts.lines, shown(text));
-            if self.strict {
-                bail!("{example}");
-            }
+            let line = line.map(|line| format!(": {line}")).unwrap_or_default();
+            let example = format!("{}:{}: {reason}{line}", self.name, self.counts.lines);
+            ensure!(!self.strict, example);
             self.counts.examples.push(example);
         }
         Ok(())
@@ -171,18 +151,4 @@ impl LogFile {
             ),
         }
     }
-}
-
-/// Returns the start of a bad line, with control characters escaped.
-fn shown(text: &[u8]) -> String {
-    if text.is_empty() {
-        return String::new();
-    }
-    let text = String::from_utf8_lossy(&text[..text.len().min(4 * SHOWN_CHARACTERS)]);
-    let mut shown: String =
-        text.chars().take(SHOWN_CHARACTERS).flat_map(char::escape_debug).collect();
-    if text.chars().count() > SHOWN_CHARACTERS {
-        shown.push('…');
-    }
-    format!(": {shown}")
 }

@@ -1,50 +1,36 @@
 //! Recognition of the format of a file, and the parser of its lines.
 
 use super::csv::Columns;
-use super::json::Shape;
-use super::record::{Escapes, Record};
-use super::time::CombinedTime;
+use super::record::Record;
 use super::{LogFormat, combined, json};
 
 /// Parser of the lines of one file.
 #[derive(Debug)]
 pub(super) enum Parser {
-    Combined(CombinedTime),
-    Json(Shape),
+    Combined,
+    Json,
     Csv(Columns),
 }
 
 impl Parser {
     /// Recognizes the format by a line. The first line of a CSV file is not a request.
-    pub(super) fn detect(format: LogFormat, line: &[u8]) -> Option<Self> {
-        let line = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line);
+    pub(super) fn detect(format: LogFormat, line: &str) -> Option<Self> {
+        let record = &mut Record::default();
         match format {
-            LogFormat::Combined => Some(Self::Combined(CombinedTime::default())),
-            LogFormat::Json => Some(Self::Json(Shape::default())),
-            LogFormat::Csv => Columns::parse(line).map(Self::Csv),
-            LogFormat::Auto => {
-                let mut shape = Shape::default();
-                if json::parse(line, &mut shape).is_ok() {
-                    return Some(Self::Json(shape));
-                }
-                let mut times = CombinedTime::default();
-                if combined::parse(line, &mut times).is_ok() {
-                    return Some(Self::Combined(times));
-                }
-                Columns::parse(line).map(Self::Csv)
-            }
+            LogFormat::Combined => Some(Self::Combined),
+            LogFormat::Json => Some(Self::Json),
+            LogFormat::Auto if json::parse(line, record).is_ok() => Some(Self::Json),
+            LogFormat::Auto if combined::parse(line, record).is_ok() => Some(Self::Combined),
+            LogFormat::Auto | LogFormat::Csv => Columns::parse(line).map(Self::Csv),
         }
     }
 
-    /// Parses the line of a record.
-    pub(super) fn parse(&mut self, record: &mut Record) -> Result<(), &'static str> {
-        let (fields, escapes) = match self {
-            Self::Combined(times) => (combined::parse(&record.line, times)?, Escapes::Combined),
-            Self::Json(shape) => (json::parse(&record.line, shape)?, Escapes::Json),
-            Self::Csv(columns) => (columns.fields(record)?, Escapes::Csv),
-        };
-        record.fields = fields;
-        record.escapes = escapes;
-        Ok(())
+    /// Reads a line into an empty record.
+    pub(super) fn parse(&mut self, line: &str, record: &mut Record) -> Result<(), &'static str> {
+        match self {
+            Self::Combined => combined::parse(line, record),
+            Self::Json => json::parse(line, record),
+            Self::Csv(columns) => columns.read(line, record),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Bytes of a log file: opened, decompressed and split into lines.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, BufRead, Read};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -71,7 +71,7 @@ struct ZstdReader<R> {
     is_in_frame: bool,
 }
 
-impl<R: io::BufRead> Read for ZstdReader<R> {
+impl<R: BufRead> Read for ZstdReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             if !self.is_in_frame {
@@ -126,66 +126,31 @@ pub(super) enum Line<'a> {
 
 /// Splits bytes into lines, without an allocation per line.
 pub(super) struct LineReader<R> {
-    source: R,
-    buffer: Vec<u8>,
-    /// Unread part of the buffer.
-    start: usize,
-    end: usize,
-    is_at_end: bool,
+    source: io::BufReader<R>,
+    line: Vec<u8>,
 }
 
 impl<R: Read> LineReader<R> {
     pub(super) fn new(source: R) -> Self {
-        let buffer = vec![0; BLOCK_BYTES + MAX_LINE_BYTES];
-        Self { source, buffer, start: 0, end: 0, is_at_end: false }
+        Self { source: io::BufReader::with_capacity(BLOCK_BYTES, source), line: Vec::new() }
     }
 
     /// Returns the next line, without its line break.
     pub(super) fn next(&mut self) -> io::Result<Option<Line<'_>>> {
-        let mut is_too_long = false;
-        loop {
-            if let Some(length) = memchr::memchr(b'\n', &self.buffer[self.start..self.end]) {
-                let line = self.start..self.start + length;
-                self.start += length + 1;
-                return Ok(Some(self.line(line, is_too_long)));
+        self.line.clear();
+        let mut limited = (&mut self.source).take(MAX_LINE_BYTES as u64 + 1);
+        limited.read_until(b'\n', &mut self.line)?;
+        Ok(match self.line.strip_suffix(b"\n") {
+            None if self.line.is_empty() => None,
+            None if self.line.len() > MAX_LINE_BYTES => {
+                self.source.skip_until(b'\n')?;
+                Some(Line::TooLong)
             }
-            if self.end - self.start > MAX_LINE_BYTES {
-                is_too_long = true;
-                self.start = self.end;
+            line => {
+                let line = line.unwrap_or(&self.line);
+                Some(Line::Text(line.strip_suffix(b"\r").unwrap_or(line)))
             }
-            if self.is_at_end {
-                let line = self.start..self.end;
-                self.start = self.end;
-                let has_line = is_too_long || !line.is_empty();
-                return Ok(has_line.then(|| self.line(line, is_too_long)));
-            }
-            self.fill()?;
-        }
-    }
-
-    fn line(&self, line: std::ops::Range<usize>, is_too_long: bool) -> Line<'_> {
-        if is_too_long || line.len() > MAX_LINE_BYTES {
-            return Line::TooLong;
-        }
-        let text = &self.buffer[line];
-        Line::Text(text.strip_suffix(b"\r").unwrap_or(text))
-    }
-
-    fn fill(&mut self) -> io::Result<()> {
-        self.buffer.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
-        loop {
-            match self.source.read(&mut self.buffer[self.end..]) {
-                Ok(length) => {
-                    self.end += length;
-                    self.is_at_end = length == 0;
-                    return Ok(());
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
+        })
     }
 }
 

@@ -1,430 +1,224 @@
 //! Lines of JSON: those of Caddy, Traefik, the gateway of Tidegate, and nginx with the names of its
 //! variables.
-//!
-//! A line is scanned once for the places of a few members. Nothing is decoded unless a policy needs
-//! it. Lines as servers write them are scanned by [`compact`], all others by [`Scanner`].
 
 use std::borrow::Cow;
+use std::fmt;
 
-use super::record::{Fields, Span};
+use serde::de::{DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use super::record::Record;
 use super::time;
 
-mod compact;
 #[cfg(test)]
 mod fuzz_tests;
 
-pub(super) use compact::Shape;
-
 /// Prefix of the headers of a request in the log of Traefik.
-const TRAEFIK_HEADER: &[u8] = b"request_";
-/// Maximum depth of objects and lists.
-const MAX_DEPTH: usize = 32;
-
-/// Length of a string up to which it is read byte by byte.
-const SHORT_BYTES: usize = 24;
+const TRAEFIK_HEADER: &str = "request_";
+/// Value in place of a header that the server did not log: Caddy hides credentials this way, and
+/// Traefik can.
+const REDACTED: &str = "REDACTED";
 
 const NOT_JSON: &str = "it is not a JSON object";
 
-/// Value of a member.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum Value {
-    #[default]
-    Absent,
-    /// Text between the quotes.
-    Text(Span),
-    /// Number, true, false or null.
-    Literal(Span),
-    Object(Span),
-    List(Span),
-}
-
-impl Value {
-    fn text(self) -> Span {
-        match self {
-            Self::Text(span) => span,
-            _ => Span::default(),
-        }
-    }
-
-    fn object(self) -> Span {
-        match self {
-            Self::Object(span) => span,
-            _ => Span::default(),
-        }
+/// Reads the members of a line that have a use.
+pub(super) fn parse(line: &str, record: &mut Record) -> Result<(), &'static str> {
+    let mut times = Times::default();
+    let mut parser = serde_json::Deserializer::from_str(line);
+    let members = Value { role: Role::Line, record, times: &mut times };
+    parser.deserialize_map(members).and_then(|()| parser.end()).map_err(|_| NOT_JSON)?;
+    // The start of the request is preferred to the time of its line.
+    let time = times.start.or(times.line).ok_or("it has no time (ts, time or StartUTC)")?;
+    let time = match time {
+        Time::Text(text) => time::any(&text),
+        Time::Number(number) => time::unix(number),
+        Time::Other => None,
+    };
+    record.time = time.ok_or("its time is neither RFC 3339 nor seconds since 1970")?;
+    match record.last("method").and(record.last("target")) {
+        Some(_) => Ok(()),
+        None => Err("it has no method and path of a request"),
     }
 }
 
-/// Use of a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Role {
+/// Times of a line.
+#[derive(Debug, Default)]
+struct Times<'l> {
+    start: Option<Time<'l>>,
+    /// The first of several.
+    line: Option<Time<'l>>,
+}
+
+#[derive(Debug)]
+enum Time<'l> {
+    Text(Cow<'l, str>),
+    Number(f64),
+    Other,
+}
+
+/// Use of a value.
+#[derive(Debug, Clone, Copy)]
+enum Role<'n> {
     None,
+    Line,
     /// Object of Caddy with the fields of the request.
     Request,
+    /// Object of Caddy with lists of values.
+    Headers,
+    Header(&'n str),
+    Attribute(&'static str),
     StartTime,
     LineTime,
-    Client,
-    Remote,
-    Method,
-    Target,
-    Host,
-    Referer,
-    UserAgent,
-    Headers,
 }
 
-impl Role {
-    const COUNT: usize = Self::Headers as usize + 1;
-
-    /// Returns the role of a member of the line.
-    #[inline]
-    fn of_line(name: &[u8]) -> Self {
-        match name {
-            b"request" => Self::Request,
-            b"StartUTC" => Self::StartTime,
-            b"ts" | b"time" | b"time_iso8601" | b"StartLocal" | b"@timestamp" => Self::LineTime,
-            b"ClientHost" | b"client" | b"remote_addr" => Self::Remote,
-            b"RequestMethod" | b"method" | b"request_method" => Self::Method,
-            b"RequestPath" | b"target" | b"request_uri" => Self::Target,
-            b"RequestHost" | b"host" | b"http_host" => Self::Host,
-            b"referer" | b"http_referer" => Self::Referer,
-            b"user_agent" | b"http_user_agent" => Self::UserAgent,
-            _ => Self::None,
-        }
-    }
-
-    /// Returns the role of a member of the object `request`, which Caddy writes.
-    #[inline]
-    fn of_request(name: &[u8]) -> Self {
-        match name {
-            b"client_ip" => Self::Client,
-            b"remote_ip" => Self::Remote,
-            b"method" => Self::Method,
-            b"uri" => Self::Target,
-            b"host" => Self::Host,
-            b"headers" => Self::Headers,
+impl<'n> Role<'n> {
+    /// Returns the role of a member of an object that has this role.
+    fn of_member(self, name: &'n str) -> Self {
+        match self {
+            Self::Line => match name {
+                "request" => Self::Request,
+                "StartUTC" => Self::StartTime,
+                "ts" | "time" | "time_iso8601" | "StartLocal" | "@timestamp" => Self::LineTime,
+                "ClientHost" | "client" | "remote_addr" => Self::Attribute("ip"),
+                "RequestMethod" | "method" | "request_method" => Self::Attribute("method"),
+                "RequestPath" | "target" | "request_uri" => Self::Attribute("target"),
+                "RequestHost" | "host" | "http_host" => Self::Attribute("host"),
+                "referer" | "http_referer" => Self::Attribute("header.referer"),
+                "user_agent" | "http_user_agent" => Self::Attribute("header.user-agent"),
+                _ => name.strip_prefix(TRAEFIK_HEADER).map_or(Self::None, Self::Header),
+            },
+            Self::Request => match name {
+                "client_ip" => Self::Attribute("ip"),
+                "remote_ip" => Self::Attribute("remote_ip"),
+                "method" => Self::Attribute("method"),
+                "uri" => Self::Attribute("target"),
+                "host" => Self::Attribute("host"),
+                "headers" => Self::Headers,
+                _ => Self::None,
+            },
+            Self::Headers => Self::Header(name),
             _ => Self::None,
         }
     }
 }
 
-/// Values of the members that have a role, by their role.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Members([Value; Role::COUNT]);
+/// Name of a member, borrowed unless it has escapes.
+#[derive(Deserialize)]
+struct Name<'l>(#[serde(borrow)] Cow<'l, str>);
 
-impl Members {
-    /// Sets the value of a role: the last one of the line, but the first time of several.
-    #[inline]
-    fn set(&mut self, role: Role, value: Value) {
-        let place = &mut self.0[role as usize];
-        match role {
-            Role::None | Role::Request => {}
-            Role::LineTime if *place != Value::Absent => {}
-            _ => *place = value,
-        }
-    }
-
-    fn get(&self, role: Role) -> Value {
-        self.0[role as usize]
-    }
-
-    fn to_fields(&self, line: &[u8]) -> Result<Fields, &'static str> {
-        // The start of the request is preferred to the time of its line.
-        let time = match self.get(Role::StartTime) {
-            Value::Absent => self.get(Role::LineTime),
-            start => start,
-        };
-        let time = match time {
-            Value::Absent => return Err("it has no time (ts, time or StartUTC)"),
-            Value::Text(span) => time::any(span.of(line)),
-            Value::Literal(span) => time::unix(span.of(line)),
-            Value::Object(_) | Value::List(_) => None,
-        };
-        let time = time.ok_or("its time is neither RFC 3339 nor seconds since 1970")?;
-        let text = |role| self.get(role).text();
-        let (method, target) = (text(Role::Method), text(Role::Target));
-        if method == Span::default() || target == Span::default() {
-            return Err("it has no method and path of a request");
-        }
-        let client = text(Role::Client);
-        Ok(Fields {
-            time,
-            address: if client == Span::default() { text(Role::Remote) } else { client },
-            method,
-            target,
-            host: text(Role::Host),
-            referer: text(Role::Referer),
-            user_agent: text(Role::UserAgent),
-            headers: self.get(Role::Headers).object(),
-            cost: None,
-        })
-    }
+/// Value of a member, which is added to the record by its role. A value of an unexpected type is
+/// ignored.
+struct Value<'r, 'n, 'l> {
+    role: Role<'n>,
+    record: &'r mut Record,
+    times: &'r mut Times<'l>,
 }
 
-/// Finds the fields of a line. `shape` is that of the lines before.
-pub(super) fn parse(line: &[u8], shape: &mut Shape) -> Result<Fields, &'static str> {
-    match compact::scan(line, shape) {
-        Some(members) => members.to_fields(line),
-        None => scan(line)?.to_fields(line),
-    }
-}
-
-/// Returns the members of any line.
-fn scan(line: &[u8]) -> Result<Members, &'static str> {
-    let mut found = Members::default();
-    let mut scanner = Scanner { bytes: line, at: 0 };
-    scanner.members(|scanner, name| {
-        let role = Role::of_line(name);
-        if role == Role::Request && scanner.peek() == Some(b'{') {
-            return scanner.members(|scanner, name| {
-                found.set(Role::of_request(name), scanner.value()?);
-                Ok(())
-            });
-        }
-        found.set(role, scanner.value()?);
-        Ok(())
-    })?;
-    scanner.end()?;
-    Ok(found)
-}
-
-/// Returns whether a byte can be in a number, true, false or null.
-#[inline]
-fn is_literal(byte: u8) -> bool {
-    LITERAL_BYTES[usize::from(byte)]
-}
-
-const LITERAL_BYTES: [bool; 256] = {
-    let mut table = [false; 256];
-    let mut byte = 0_u8;
-    while byte < u8::MAX {
-        table[byte as usize] = byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
-        byte += 1;
-    }
-    table
-};
-
-/// Values of a header.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct HeaderValues<'l>(Vec<Cow<'l, str>>);
-
-impl<'l> HeaderValues<'l> {
-    /// Returns the values as one, as HTTP joins them.
-    pub(super) fn joined(mut self) -> Option<Cow<'l, str>> {
-        match self.0.len() {
-            0 => None,
-            1 => self.0.pop(),
-            _ => Some(Cow::Owned(self.0.join(", "))),
-        }
-    }
-
-    pub(super) fn is_repeated(&self) -> bool {
-        self.0.len() > 1
-    }
-}
-
-/// Finds a header in the object of Caddy, or in the members of Traefik.
-pub(super) fn header<'l>(line: &'l [u8], headers: Span, name: &str) -> HeaderValues<'l> {
-    let mut values = HeaderValues::default();
-    let is_caddy = headers != Span::default();
-    let range = if is_caddy { headers.range() } else { 0..line.len() };
-    let mut scanner = Scanner { bytes: &line[..range.end], at: range.start };
-    // The line was scanned before, so this has no error.
-    let _ = scanner.members(|scanner, member| {
-        let value = scanner.value()?;
-        let member = if is_caddy { Some(member) } else { member.strip_prefix(TRAEFIK_HEADER) };
-        if !member.is_some_and(|member| member.eq_ignore_ascii_case(name.as_bytes())) {
-            return Ok(());
-        }
-        match value {
-            Value::Text(span) => values.0.push(unescaped(span.of(line))),
-            Value::List(span) => {
-                let mut list = Scanner { bytes: &line[..span.range().end], at: span.range().start };
-                list.items(|item| {
-                    if let Value::Text(span) = item {
-                        values.0.push(unescaped(span.of(line)));
-                    }
-                })?;
-            }
+impl<'l> Value<'_, '_, 'l> {
+    fn set_time(&mut self, time: Time<'l>) {
+        match self.role {
+            Role::StartTime => self.times.start = Some(time),
+            Role::LineTime => _ = self.times.line.get_or_insert(time),
             _ => {}
         }
-        Ok(())
-    });
-    values
-}
+    }
 
-/// Returns the text of a string, given without its quotes.
-pub(super) fn unescaped(inner: &[u8]) -> Cow<'_, str> {
-    match str::from_utf8(inner) {
-        Ok(text) if !text.contains('\\') => Cow::Borrowed(text),
-        _ => {
-            let quoted = [b"\"", inner, b"\""].concat();
-            let decoded = serde_json::from_slice::<String>(&quoted);
-            Cow::Owned(decoded.unwrap_or_else(|_| String::from_utf8_lossy(inner).into_owned()))
+    fn set_text(mut self, text: Cow<'l, str>) {
+        match self.role {
+            Role::Attribute(name) => self.record.push(name, &text),
+            Role::Header(name) if text != REDACTED => self.record.push_header(name, &text),
+            _ => self.set_time(Time::Text(text)),
         }
     }
 }
 
-struct Scanner<'l> {
-    bytes: &'l [u8],
-    at: usize,
+impl<'de> DeserializeSeed<'de> for Value<'_, '_, 'de> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        match self.role {
+            Role::None => IgnoredAny::deserialize(deserializer).map(|_| ()),
+            _ => deserializer.deserialize_any(self),
+        }
+    }
 }
 
-impl Scanner<'_> {
-    /// Calls `on_member` with the name of each member of the object that starts here. It reads the
-    /// value.
-    fn members(
-        &mut self,
-        mut on_member: impl FnMut(&mut Self, &[u8]) -> Result<(), &'static str>,
-    ) -> Result<(), &'static str> {
-        self.expect(b'{')?;
-        if self.peek() == Some(b'}') {
-            self.at += 1;
-            return Ok(());
-        }
+impl<'de> Visitor<'de> for Value<'_, '_, 'de> {
+    type Value = ();
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("JSON")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<(), E> {
+        self.set_text(Cow::Owned(text.to_owned()));
+        Ok(())
+    }
+
+    fn visit_borrowed_str<E>(self, text: &'de str) -> Result<(), E> {
+        self.set_text(Cow::Borrowed(text));
+        Ok(())
+    }
+
+    fn visit_f64<E>(mut self, number: f64) -> Result<(), E> {
+        self.set_time(Time::Number(number));
+        Ok(())
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "microseconds fit")]
+    fn visit_u64<E>(mut self, number: u64) -> Result<(), E> {
+        self.set_time(Time::Number(number as f64));
+        Ok(())
+    }
+
+    fn visit_i64<E>(mut self, _: i64) -> Result<(), E> {
+        self.set_time(Time::Other);
+        Ok(())
+    }
+
+    fn visit_bool<E>(mut self, _: bool) -> Result<(), E> {
+        self.set_time(Time::Other);
+        Ok(())
+    }
+
+    fn visit_unit<E>(mut self) -> Result<(), E> {
+        self.set_time(Time::Other);
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<(), A::Error> {
+        self.set_time(Time::Other);
+        let is_header = matches!(self.role, Role::Header(_));
+        let role = if is_header { self.role } else { Role::None };
         loop {
-            self.skip_spaces();
-            let name = self.string()?.of(self.bytes);
-            self.expect(b':')?;
-            match memchr::memchr(b'\\', name) {
-                None => on_member(self, name)?,
-                Some(_) => on_member(self, unescaped(name).as_bytes())?,
-            }
-            if !self.has_next(b'}')? {
+            let item = Value { role, record: self.record, times: self.times };
+            if list.next_element_seed(item)?.is_none() {
                 return Ok(());
             }
         }
     }
 
-    /// Calls `on_item` with each value of the list that starts here.
-    fn items(&mut self, mut on_item: impl FnMut(Value)) -> Result<(), &'static str> {
-        self.expect(b'[')?;
-        if self.peek() == Some(b']') {
-            self.at += 1;
-            return Ok(());
+    fn visit_map<A: MapAccess<'de>>(mut self, mut object: A) -> Result<(), A::Error> {
+        self.set_time(Time::Other);
+        while let Some(Name(name)) = object.next_key()? {
+            let role = self.role.of_member(&name);
+            object.next_value_seed(Value { role, record: self.record, times: self.times })?;
         }
-        loop {
-            let value = self.value()?;
-            on_item(value);
-            if !self.has_next(b']')? {
-                return Ok(());
-            }
-        }
-    }
-
-    fn value(&mut self) -> Result<Value, &'static str> {
-        let first = self.peek().ok_or(NOT_JSON)?;
-        let start = self.at;
-        match first {
-            b'"' => self.string().map(Value::Text),
-            b'{' | b'[' => {
-                self.skip_nested()?;
-                let span = Span::new(start..self.at);
-                Ok(if first == b'{' { Value::Object(span) } else { Value::List(span) })
-            }
-            _ => {
-                let literal = self.bytes[start..].iter().take_while(|byte| is_literal(**byte));
-                self.at += literal.count();
-                if self.at == start {
-                    return Err(NOT_JSON);
-                }
-                Ok(Value::Literal(Span::new(start..self.at)))
-            }
-        }
-    }
-
-    /// Skips an object or list, with all that it contains.
-    fn skip_nested(&mut self) -> Result<(), &'static str> {
-        let mut closing = [0_u8; MAX_DEPTH];
-        let mut depth = 0;
-        loop {
-            match self.bytes.get(self.at).ok_or(NOT_JSON)? {
-                b'"' => {
-                    self.string()?;
-                    continue;
-                }
-                open @ (b'{' | b'[') => {
-                    *closing.get_mut(depth).ok_or("its JSON is nested too deep")? =
-                        if *open == b'{' { b'}' } else { b']' };
-                    depth += 1;
-                }
-                close @ (b'}' | b']') => {
-                    depth -= 1;
-                    if closing[depth] != *close {
-                        return Err(NOT_JSON);
-                    }
-                    if depth == 0 {
-                        self.at += 1;
-                        return Ok(());
-                    }
-                }
-                _ => {}
-            }
-            self.at += 1;
-        }
-    }
-
-    /// Reads a string, and returns the place of its text.
-    fn string(&mut self) -> Result<Span, &'static str> {
-        if self.bytes.get(self.at) != Some(&b'"') {
-            return Err(NOT_JSON);
-        }
-        let start = self.at + 1;
-        let mut at = start;
-        loop {
-            match self.bytes.get(at).ok_or(NOT_JSON)? {
-                b'"' => {
-                    self.at = at + 1;
-                    return Ok(Span::new(start..at));
-                }
-                b'\\' => at += 2,
-                // A search costs more than it saves for a short name.
-                _ if at - start < SHORT_BYTES => at += 1,
-                _ => at += memchr::memchr2(b'"', b'\\', &self.bytes[at..]).ok_or(NOT_JSON)?,
-            }
-        }
-    }
-
-    /// Reads a comma, or the end of the object or list.
-    fn has_next(&mut self, end: u8) -> Result<bool, &'static str> {
-        let byte = self.peek().ok_or(NOT_JSON)?;
-        self.at += 1;
-        match byte {
-            b',' => Ok(true),
-            byte if byte == end => Ok(false),
-            _ => Err(NOT_JSON),
-        }
-    }
-
-    fn expect(&mut self, byte: u8) -> Result<(), &'static str> {
-        if self.peek() != Some(byte) {
-            return Err(NOT_JSON);
-        }
-        self.at += 1;
         Ok(())
-    }
-
-    fn end(&mut self) -> Result<(), &'static str> {
-        if self.peek().is_some() { Err(NOT_JSON) } else { Ok(()) }
-    }
-
-    /// Returns the next byte after spaces.
-    fn peek(&mut self) -> Option<u8> {
-        self.skip_spaces();
-        self.bytes.get(self.at).copied()
-    }
-
-    fn skip_spaces(&mut self) {
-        while self.bytes.get(self.at).is_some_and(|byte| b" \t\r\n".contains(byte)) {
-            self.at += 1;
-        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use tidegate::Attributes as _;
 
     use super::*;
+
+    fn parsed(line: &str) -> Result<Record, &'static str> {
+        let mut record = Record::default();
+        parse(line, &mut record).map(|()| record)
+    }
 
     #[test]
     fn lines_that_are_no_requests_have_reasons() {
@@ -441,59 +235,45 @@ mod tests {
             (r#"{"ts": "noon", "method": "GET", "target": "/"}"#, "its time is neither"),
             (r#"{"ts": true, "method": "GET", "target": "/"}"#, "its time is neither"),
         ] {
-            let error = parse(line.as_bytes(), &mut Shape::default()).expect_err(line);
+            let error = parsed(line).expect_err(line);
             assert!(error.starts_with(reason), "{line}: {error}");
         }
-        let deep = format!("{{\"a\": {}", "[".repeat(1_000));
-        assert_eq!(
-            parse(deep.as_bytes(), &mut Shape::default()).expect_err("deep"),
-            "its JSON is nested too deep"
-        );
+    }
+
+    #[test]
+    fn deep_nesting_is_skipped_or_an_error() {
+        let nested = |name: &str, depth: usize| {
+            let (open, close) = ("[".repeat(depth), "]".repeat(depth));
+            format!(r#"{{"ts":1,"method":"GET","target":"/","{name}":{open}{close}}}"#)
+        };
+        assert!(parsed(&nested("other", 20_000)).is_ok());
+        assert!(parsed(&nested("method", 20_000)).is_ok());
+        assert_eq!(parsed(&nested("request_X", 20_000)).expect_err("deep"), NOT_JSON);
     }
 
     #[test]
     fn headers_are_found_in_both_forms() {
-        let caddy = br#"{"ts":1,"request":{"method":"GET","uri":"/","headers":
-            {"X-Plan":["free","gold"],"User-Agent":["a \"b\""],"Empty":[]}}}"#;
-        let fields = parse(caddy, &mut Shape::default()).expect("a request");
-        let get = |name: &str| header(caddy, fields.headers, name);
-        assert_eq!(get("x-plan").joined().as_deref(), Some("free, gold"));
-        assert!(get("x-plan").is_repeated());
-        assert_eq!(get("user-agent").joined().as_deref(), Some("a \"b\""));
-        assert_eq!(get("empty").joined(), None);
-        assert_eq!(get("absent").joined(), None);
-        let traefik = br#"{"request_User-Agent":"curl","RequestMethod":"GET","RequestPath":"/",
+        let caddy = r#"{"ts":1,"request":{"method":"GET","uri":"/","headers":
+            {"X-Plan":["free","gold"],"User-Agent":["a \"b\""],"Empty":[],
+             "Authorization":["REDACTED"]}}}"#;
+        let record = parsed(caddy).expect("a request");
+        assert_eq!(record.get("header.x-plan").as_deref(), Some("free, gold"));
+        assert!(record.is_ambiguous("header.x-plan"));
+        assert_eq!(record.get("header.user-agent").as_deref(), Some("a \"b\""));
+        for absent in ["header.empty", "header.absent", "header.authorization"] {
+            assert_eq!(record.get(absent), None, "{absent}");
+        }
+        let traefik = r#"{"request_User-Agent":"curl","RequestMethod":"GET","RequestPath":"/",
             "StartUTC":"2026-11-16T07:44:08Z","time":"2026-11-16T08:00:00Z"}"#;
-        let fields = parse(traefik, &mut Shape::default()).expect("a request");
-        assert_eq!(fields.time, 1_794_815_048_000_000, "the start of the request");
-        let agent = header(traefik, fields.headers, "user-agent").joined();
-        assert_eq!(agent.as_deref(), Some("curl"));
+        let record = parsed(traefik).expect("a request");
+        assert_eq!(record.time, 1_794_815_048_000_000, "the start of the request");
+        assert_eq!(record.get("header.user-agent").as_deref(), Some("curl"));
     }
 
     proptest! {
-        /// The scanner accepts what a full parser accepts.
         #[test]
-        fn scanner_accepts_all_objects(
-            text in r#"\{("[a-z\\"{}\[\]]{0,6}":|"ts":|1|-2\.5|null|\{|\}|\[|\]|,| |"x"){0,12}\}"#,
-        ) {
-            let full = serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(&text);
-            let mut scanner = Scanner { bytes: text.as_bytes(), at: 0 };
-            let mut count = 0;
-            let result = scanner.members(|scanner, _| {
-                count += 1;
-                scanner.value().map(|_| ())
-            });
-            let result = result.and_then(|()| scanner.end());
-            if let Ok(object) = full {
-                prop_assert!(result.is_ok(), "{text}");
-                prop_assert!(count >= object.len());
-            }
-        }
-
-        #[test]
-        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            let _ = parse(&bytes, &mut Shape::default());
-            let _ = header(&bytes, Span::default(), "x");
+        fn no_text_panics(text in any::<String>()) {
+            let _ = parsed(&text);
         }
     }
 }

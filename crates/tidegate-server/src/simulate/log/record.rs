@@ -1,247 +1,137 @@
-//! [`Record`]: a line with the places of its fields; [`LogRequest`]: its attributes.
+//! [`Record`]: a log line as a request, with the attributes that the gateway would have read.
 
 use std::borrow::Cow;
-use std::ops::Range;
 
 use http::HeaderMap;
 use tidegate::Attributes;
-use tidegate::internals::text;
 use tidegate::layer::RequestParts;
 
-use super::csv::Columns;
-use super::json;
 use crate::simulate::TrafficRequest;
 
-/// Value in place of a header that the server did not log: Caddy hides credentials this way, and
-/// Traefik can.
-const REDACTED: &str = "REDACTED";
-
-/// Place of a field in its line. The default is that of an absent field.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Span {
-    start: u32,
-    end: u32,
-}
-
-impl Span {
-    pub(super) fn new(range: Range<usize>) -> Self {
-        let number = |index| u32::try_from(index).unwrap_or(u32::MAX);
-        Self { start: number(range.start), end: number(range.end) }
-    }
-
-    pub(super) fn of(self, line: &[u8]) -> &[u8] {
-        line.get(self.start as usize..self.end as usize).unwrap_or_default()
-    }
-
-    pub(super) fn range(self) -> Range<usize> {
-        self.start as usize..self.end as usize
-    }
-
-    fn is_absent(self) -> bool {
-        self.end <= self.start
-    }
-}
-
-/// How the text of a field is escaped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Escapes {
-    /// `\xNN`, and a backslash before a quote or backslash.
-    #[default]
-    Combined,
-    /// Those of JSON.
-    Json,
-    /// Quotes around the text, and two quotes for one.
-    Csv,
-}
-
-/// Fields of a line.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Fields {
-    pub(super) time: u64,
-    pub(super) address: Span,
-    pub(super) method: Span,
-    /// Path and query.
-    pub(super) target: Span,
-    pub(super) host: Span,
-    pub(super) referer: Span,
-    pub(super) user_agent: Span,
-    /// JSON object of the headers, with lists of values.
-    pub(super) headers: Span,
-    pub(super) cost: Option<u64>,
-}
-
-/// Line that was parsed. Records are used again, so that a line needs no allocation.
+/// Request of a log line. Records are used again, so that most lines need no allocation.
 #[derive(Debug, Default)]
-pub(super) struct Record {
-    pub(super) line: Vec<u8>,
-    pub(super) fields: Fields,
-    pub(super) escapes: Escapes,
-    /// Cells of a line of CSV.
-    pub(super) cells: Vec<Span>,
+pub(crate) struct Record {
+    /// Time in microseconds since the Unix epoch.
+    pub(super) time: u64,
+    pub(super) cost: Option<u64>,
+    /// Names and values of the attributes, one after the other.
+    text: String,
+    attributes: Vec<Attribute>,
+}
+
+/// Places of an attribute in the text of its record.
+#[derive(Debug)]
+struct Attribute {
+    start: usize,
+    value: usize,
+    end: usize,
 }
 
 impl Record {
-    fn text(&self, span: Span) -> Option<Cow<'_, str>> {
-        if span.is_absent() {
-            return None;
+    pub(super) fn clear(&mut self) {
+        self.cost = None;
+        self.text.clear();
+        self.attributes.clear();
+    }
+
+    /// Returns the number of bytes that the attributes take.
+    pub(super) fn len(&self) -> usize {
+        self.text.len()
+    }
+
+    /// Adds an attribute, `target` (a path and query) or `ip`, unless it is empty.
+    pub(super) fn push(&mut self, name: &str, value: &str) {
+        if !value.is_empty() {
+            self.push_parts("", name, value);
         }
-        Some(unescaped(span.of(&self.line), self.escapes))
     }
 
-    /// Returns the text of a field for which the combined format writes `-` if it is absent.
-    fn text_or_dash(&self, span: Span) -> Option<Cow<'_, str>> {
-        self.text(span).filter(|text| self.escapes != Escapes::Combined || text != "-")
+    pub(super) fn push_header(&mut self, name: &str, value: &str) {
+        self.push_parts("header.", name, value);
     }
-}
 
-/// Returns the text that a field stands for.
-fn unescaped(bytes: &[u8], escapes: Escapes) -> Cow<'_, str> {
-    match escapes {
-        Escapes::Combined if memchr::memchr(b'\\', bytes).is_some() => {
-            Cow::Owned(text(&combined_unescaped(bytes)).into_owned())
-        }
-        Escapes::Json if memchr::memchr(b'\\', bytes).is_some() => json::unescaped(bytes),
-        Escapes::Csv => match bytes {
-            [b'"', inner @ .., b'"'] => match text(inner) {
-                plain if !plain.contains("\"\"") => plain,
-                quoted => Cow::Owned(quoted.replace("\"\"", "\"")),
-            },
-            plain => text(plain),
-        },
-        _ => text(bytes),
+    fn push_parts(&mut self, prefix: &str, name: &str, value: &str) {
+        let start = self.text.len();
+        self.text.extend([prefix, name]);
+        let middle = self.text.len();
+        self.text.push_str(value);
+        self.attributes.push(Attribute { start, value: middle, end: self.text.len() });
     }
-}
 
-fn combined_unescaped(bytes: &[u8]) -> Vec<u8> {
-    let mut plain = Vec::with_capacity(bytes.len());
-    let mut rest = bytes;
-    while let [first, after @ ..] = rest {
-        let hex = |at: usize| after.get(at).and_then(|byte| char::from(*byte).to_digit(16));
-        let (byte, used) = match (first, after) {
-            (b'\\', [b'x' | b'X', ..]) => match hex(1).zip(hex(2)) {
-                Some((high, low)) => (u8::try_from(high * 16 + low).unwrap_or(b'?'), 3),
-                None => (b'\\', 0),
-            },
-            (b'\\', [b'n', ..]) => (b'\n', 1),
-            (b'\\', [b't', ..]) => (b'\t', 1),
-            (b'\\', [b'r', ..]) => (b'\r', 1),
-            (b'\\', [escaped @ (b'"' | b'\\'), ..]) => (*escaped, 1),
-            (other, _) => (*other, 0),
+    /// Returns all values of an attribute.
+    fn values(&self, name: &str) -> impl DoubleEndedIterator<Item = &str> {
+        self.attributes.iter().filter_map(move |attribute| {
+            let Attribute { start, value, end } = *attribute;
+            self.text[start..value].eq_ignore_ascii_case(name).then(|| &self.text[value..end])
+        })
+    }
+
+    /// Returns the last value of an attribute.
+    pub(super) fn last(&self, name: &str) -> Option<&str> {
+        self.values(name).next_back()
+    }
+
+    /// Returns the values of an attribute as one, as HTTP joins them.
+    fn joined(&self, name: &str) -> Option<Cow<'_, str>> {
+        let mut values = self.values(name);
+        let first = values.next()?;
+        Some(values.fold(Cow::Borrowed(first), |all, value| Cow::Owned(format!("{all}, {value}"))))
+    }
+
+    /// Returns the target, and before it the host that a request to a proxy has.
+    fn target(&self) -> Option<(Option<&str>, &str)> {
+        let target = self.last("target")?;
+        let Some((_, rest)) = target.split_once("://").filter(|_| !target.starts_with('/')) else {
+            return Some((None, target));
         };
-        plain.push(byte);
-        rest = &after[used..];
-    }
-    plain
-}
-
-/// Request of a log line, with the attributes that the gateway would have read.
-#[derive(Debug)]
-pub(crate) struct LogRequest<'a> {
-    pub(super) record: &'a Record,
-    pub(super) columns: Option<&'a Columns>,
-    /// Time, not before that of earlier lines.
-    pub(super) time: u64,
-}
-
-impl LogRequest<'_> {
-    fn cell(&self, name: &str) -> Option<Cow<'_, str>> {
-        let position = self.columns?.position(name)?;
-        self.record.text(*self.record.cells.get(position)?).filter(|text| !text.is_empty())
+        let (authority, rest) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+        Some((Some(authority), rest))
     }
 
-    /// Returns the target without the scheme and host that a request to a proxy has.
-    fn target(&self) -> Option<Cow<'_, str>> {
-        let target = self.record.text(self.record.fields.target)?;
-        match authority(&target) {
-            None => Some(target),
-            Some(authority) => {
-                let start = target.find(authority).unwrap_or(0) + authority.len();
-                let rest = &target[start..];
-                let slash = if rest.starts_with('/') { "" } else { "/" };
-                Some(Cow::Owned(format!("{slash}{rest}")))
-            }
-        }
+    fn path(&self) -> Option<&str> {
+        let (authority, target) = self.target()?;
+        let path = target.split(['?', '#']).next()?;
+        Some(if path.is_empty() && authority.is_some() { "/" } else { path })
     }
 
+    /// Returns the host. The request line takes precedence over the header, as in the gateway.
     fn host(&self) -> Option<Cow<'_, str>> {
-        let target = self.record.text(self.record.fields.target);
-        // The request line takes precedence over the header, as in the gateway.
-        if let Some(authority) = target.as_deref().and_then(authority) {
-            let host = authority.rsplit('@').next().unwrap_or(authority);
-            return Some(Cow::Owned(tidegate::normalize_host(host).into_owned()));
-        }
-        let host = self.record.text(self.record.fields.host)?;
-        Some(Cow::Owned(tidegate::normalize_host(&host).into_owned()))
-    }
-
-    fn header(&self, name: &str) -> Option<Cow<'_, str>> {
-        let fields = &self.record.fields;
-        let known = match name {
-            _ if name.eq_ignore_ascii_case("user-agent") => {
-                self.record.text_or_dash(fields.user_agent)
-            }
-            _ if name.eq_ignore_ascii_case("referer") => self.record.text_or_dash(fields.referer),
-            _ => None,
-        };
-        let found = known.or_else(|| match self.record.escapes {
-            Escapes::Json => json::header(&self.record.line, fields.headers, name).joined(),
-            _ => None,
-        });
-        found.filter(|value| value != REDACTED)
+        let authority = self.target().and_then(|(authority, _)| authority);
+        let host = authority.and_then(|authority| authority.rsplit('@').next());
+        host.or_else(|| self.last("host")).map(tidegate::normalize_host)
     }
 
     /// Calls `read` with the query and cookies of this request.
     fn with_parts<T>(&self, read: impl FnOnce(&RequestParts<'_>) -> T) -> T {
         let mut headers = HeaderMap::new();
-        let cookie = self.header("cookie").and_then(|cookie| cookie.parse().ok());
+        let cookie = self.joined("header.cookie").and_then(|cookie| cookie.parse().ok());
         if let Some(cookie) = cookie {
             headers.insert(http::header::COOKIE, cookie);
         }
-        let target = self.target();
-        let parts = RequestParts::forwarded(&headers, String::new());
-        read(&parts.with_path_and_query(target.as_deref()))
+        let target = self.target().map(|(_, target)| target);
+        read(&RequestParts::forwarded(&headers, String::new()).with_path_and_query(target))
     }
 }
 
-/// Returns the host of a target with a scheme.
-fn authority(target: &str) -> Option<&str> {
-    if target.starts_with('/') {
-        return None;
-    }
-    let (_, rest) = target.split_once("://")?;
-    Some(rest.split(['/', '?', '#']).next().unwrap_or(rest))
-}
-
-impl Attributes for LogRequest<'_> {
+impl Attributes for Record {
     fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        if let Some(value) = self.cell(name) {
-            return Some(value);
-        }
         match name {
-            "method" => self.record.text(self.record.fields.method),
-            "path" => match self.target()? {
-                Cow::Borrowed(target) => target.split(['?', '#']).next().map(Cow::Borrowed),
-                Cow::Owned(target) => {
-                    target.split(['?', '#']).next().map(|path| Cow::Owned(path.to_owned()))
-                }
-            },
+            "method" => self.last(name).map(Cow::Borrowed),
+            "path" => self.path().map(Cow::Borrowed),
             "host" => self.host(),
-            _ => match name.split_once('.')? {
-                ("header", name) => self.header(name),
+            _ => self.joined(name).or_else(|| match name.split_once('.')? {
                 ("query" | "cookie", _) => {
                     self.with_parts(|parts| parts.get(name).map(|it| Cow::Owned(it.into_owned())))
                 }
                 _ => None,
-            },
+            }),
         }
     }
 
     fn is_ambiguous(&self, name: &str) -> bool {
         match name.split_once('.') {
-            Some(("header", name)) if self.record.escapes == Escapes::Json => {
-                let headers = self.record.fields.headers;
-                !name.eq_ignore_ascii_case("cookie")
-                    && json::header(&self.record.line, headers, name).is_repeated()
+            Some(("header", header)) => {
+                !header.eq_ignore_ascii_case("cookie") && self.values(name).nth(1).is_some()
             }
             Some(("query" | "cookie", _)) => self.with_parts(|parts| parts.is_ambiguous(name)),
             _ => false,
@@ -249,16 +139,17 @@ impl Attributes for LogRequest<'_> {
     }
 }
 
-impl TrafficRequest for LogRequest<'_> {
+impl TrafficRequest for Record {
     fn time(&self) -> u64 {
         self.time
     }
 
     fn address(&self) -> Option<Cow<'_, str>> {
-        self.record.text(self.record.fields.address)
+        // The peer, if the server does not log the client behind it.
+        self.last("ip").or_else(|| self.last("remote_ip")).map(Cow::Borrowed)
     }
 
     fn cost(&self) -> Option<u64> {
-        self.record.fields.cost
+        self.cost
     }
 }

@@ -39,7 +39,7 @@ impl Reorder {
             self.slots.len() - 1
         });
         let record = &mut self.slots[slot];
-        record.line.clear();
+        record.clear();
         (slot, record)
     }
 
@@ -54,12 +54,13 @@ impl Reorder {
 
     /// Holds back the line in this slot.
     pub(super) fn push(&mut self, slot: usize) {
-        let record = &self.slots[slot];
-        let mut time = record.fields.time;
-        self.bytes += record.line.len();
-        if time < self.released {
+        let record = &mut self.slots[slot];
+        self.bytes += record.len();
+        let is_late = record.time < self.released;
+        record.time = record.time.max(self.released);
+        let time = record.time;
+        if is_late {
             self.late += 1;
-            time = self.released;
         } else if time < self.newest {
             self.reordered += 1;
         }
@@ -77,12 +78,7 @@ impl Reorder {
     pub(super) fn pop(&mut self, is_at_end: bool) -> Option<(u64, usize)> {
         let first = self.in_order.front().copied();
         let other = self.out_of_order.peek().map(|Reverse(entry)| *entry);
-        let takes_first = match (first, other) {
-            (None, None) => return None,
-            (Some(first), Some(other)) => first < other,
-            (first, _) => first.is_some(),
-        };
-        let (time, ..) = if takes_first { first? } else { other? };
+        let (time, _, slot) = [first, other].into_iter().flatten().min()?;
         let is_ready = is_at_end
             || self.newest - time > MAX_LATENESS
             || self.in_order.len() + self.out_of_order.len() >= MAX_LINES
@@ -90,10 +86,13 @@ impl Reorder {
         if !is_ready {
             return None;
         }
-        let (time, _, slot) =
-            if takes_first { self.in_order.pop_front()? } else { self.out_of_order.pop()?.0 };
+        if first.is_some_and(|(_, _, first)| first == slot) {
+            self.in_order.pop_front();
+        } else {
+            self.out_of_order.pop();
+        }
         self.released = time;
-        self.bytes -= self.slots[slot].line.len();
+        self.bytes -= self.slots[slot].len();
         Some((time, slot))
     }
 }
@@ -113,8 +112,8 @@ mod tests {
         };
         for time in times {
             let (slot, record) = reorder.take_slot();
-            record.fields.time = time;
-            record.line.extend_from_slice(b"line");
+            record.time = time;
+            record.push("ip", "203.0.113.9");
             reorder.push(slot);
             pop(reorder, false);
         }

@@ -1,169 +1,44 @@
 //! Times of log lines, in microseconds since the Unix epoch.
 
+use jiff::Timestamp;
+
 /// Latest time that is accepted, the start of the year 3000.
-const MAX_TIME: u64 = 32_503_680_000_000_000;
+const MAX_TIME: i64 = 32_503_680_000_000_000;
 
-/// Parser of the times of a combined log, which are the same in many lines.
-#[derive(Debug, Default)]
-pub(super) struct CombinedTime {
-    last: Vec<u8>,
-    micros: u64,
+/// Parses `16/Nov/2026:07:44:08 +0000`.
+pub(super) fn combined(text: &str) -> Option<u64> {
+    micros(Timestamp::strptime("%d/%b/%Y:%H:%M:%S %z", text).ok()?.as_microsecond())
 }
 
-impl CombinedTime {
-    /// Parses `16/Nov/2026:07:44:08 +0000`.
-    pub(super) fn parse(&mut self, text: &[u8]) -> Option<u64> {
-        if self.last.is_empty() || self.last != text {
-            self.micros = combined(text)?;
-            self.last.clear();
-            self.last.extend_from_slice(text);
-        }
-        Some(self.micros)
+/// Parses a time by RFC 3339 or ISO 8601, or a number of seconds since the Unix epoch.
+pub(super) fn any(text: &str) -> Option<u64> {
+    let text = text.trim();
+    if let Ok(number) = text.parse() {
+        return unix(number);
     }
+    let time = text.parse::<Timestamp>().or_else(|_| {
+        // nginx separates the date by slashes, and a time without a zone is in UTC.
+        let dashed = text.replacen('/', "-", 2);
+        dashed.parse().or_else(|_| format!("{dashed}Z").parse())
+    });
+    micros(time.ok()?.as_microsecond())
 }
 
-fn combined(text: &[u8]) -> Option<u64> {
-    const MONTHS: &[u8; 36] = b"JanFebMarAprMayJunJulAugSepOctNovDec";
-    let [d0, d1, b'/', m @ .., b':', _, _, b':', _, _, b':', _, _, b' ', _, _, _, _, _] = text
-    else {
-        return None;
-    };
-    let [month @ .., b'/', _, _, _, _] = m else { return None };
-    let month = MONTHS.chunks(3).position(|name| name == month)? + 1;
-    let date = (number(&m[4..])?, month as u64, number(&[*d0, *d1])?);
-    let clock = &text[text.len() - 14..];
-    let seconds = clock_time(&clock[..8])?;
-    to_micros(date, seconds, 0, offset(&clock[9..])?)
-}
-
-/// Parses a time by RFC 3339, with `T` or a space, or ISO 8601 with an offset without colon.
-pub(super) fn rfc3339(text: &[u8]) -> Option<u64> {
-    let (date, rest) = text.split_at_checked(10)?;
-    let [y0, y1, y2, y3, b'-' | b'/', m0, m1, b'-' | b'/', d0, d1] = date else { return None };
-    let date = (number(&[*y0, *y1, *y2, *y3])?, number(&[*m0, *m1])?, number(&[*d0, *d1])?);
-    let ([b'T' | b't' | b' '], rest) = rest.split_at_checked(1)? else { return None };
-    let (clock, rest) = rest.split_at_checked(8)?;
-    let seconds = clock_time(clock)?;
-    let (fraction, zone) = match rest.strip_prefix(b".").or_else(|| rest.strip_prefix(b",")) {
-        None => (0, rest),
-        Some(rest) => {
-            let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-            (fraction(&rest[..digits])?, &rest[digits..])
-        }
-    };
-    let offset = match zone {
-        b"" | b"Z" | b"z" => 0,
-        zone => offset(zone)?,
-    };
-    to_micros(date, seconds, fraction, offset)
-}
-
-/// Parses a number of seconds since the Unix epoch, or of milli-, micro- or nanoseconds: a number
+/// Converts a number of seconds since the Unix epoch, or of milli-, micro- or nanoseconds: a number
 /// of seconds above 10^11 would be after the year 5000.
-pub(super) fn unix(text: &[u8]) -> Option<u64> {
-    let (whole, length) = leading_digits(text)?;
-    let rest = &text[length..];
-    let part = match rest {
-        [] => 0,
-        [b'.', digits @ ..] => fraction(digits)?,
-        _ => return None,
+#[expect(clippy::cast_possible_truncation, reason = "a cast saturates, and the result is checked")]
+pub(super) fn unix(number: f64) -> Option<u64> {
+    let time = match number {
+        seconds if seconds < 1e11 => seconds * 1e6,
+        millis if millis < 1e14 => millis * 1e3,
+        micros if micros < 1e17 => micros,
+        nanos => (nanos / 1e3).floor(),
     };
-    let micros = match whole {
-        0..100_000_000_000 => whole * 1_000_000 + part,
-        100_000_000_000..100_000_000_000_000 => whole * 1_000 + part / 1_000,
-        100_000_000_000_000..100_000_000_000_000_000 => whole,
-        _ => whole / 1_000,
-    };
-    (micros <= MAX_TIME).then_some(micros)
+    if time.is_nan() { None } else { micros(time.round() as i64) }
 }
 
-/// Parses either form.
-pub(super) fn any(text: &[u8]) -> Option<u64> {
-    let text = text.trim_ascii();
-    match text.get(4) {
-        Some(b'-' | b'/') => rfc3339(text),
-        _ => unix(text),
-    }
-}
-
-fn to_micros(
-    (year, month, day): (u64, u64, u64),
-    seconds: u64,
-    micros: u64,
-    offset: i64,
-) -> Option<u64> {
-    let is_leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
-    let length = match month {
-        2 => 28 + u64::from(is_leap),
-        4 | 6 | 9 | 11 => 30,
-        _ => 31,
-    };
-    if !(1970..3_000).contains(&year) || !(1..=12).contains(&month) || !(1..=length).contains(&day)
-    {
-        return None;
-    }
-    // The calendar of years that start in March (Howard Hinnant's `days_from_civil`).
-    let year = if month <= 2 { year - 1 } else { year };
-    let (era, year_of_era) = (year / 400, year % 400);
-    let day_of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
-    let day_of_era = year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year;
-    let days = era * 146_097 + day_of_era - 719_468;
-    let seconds = (days * 86_400 + seconds).checked_add_signed(-offset)?;
-    Some(seconds * 1_000_000 + micros)
-}
-
-/// Parses `07:44:08` to seconds.
-fn clock_time(text: &[u8]) -> Option<u64> {
-    let [h0, h1, b':', m0, m1, b':', s0, s1] = text else { return None };
-    let (hour, minute) = (number(&[*h0, *h1])?, number(&[*m0, *m1])?);
-    let second = number(&[*s0, *s1])?;
-    // 60 is a leap second.
-    (hour < 24 && minute < 60 && second <= 60).then_some(hour * 3_600 + minute * 60 + second)
-}
-
-/// Parses `+0100` or `+01:00` to seconds.
-fn offset(text: &[u8]) -> Option<i64> {
-    let (sign, hour, minute) = match text {
-        [sign, h0, h1, m0, m1] | [sign, h0, h1, b':', m0, m1] => {
-            (sign, number(&[*h0, *h1])?, number(&[*m0, *m1])?)
-        }
-        _ => return None,
-    };
-    let seconds = i64::try_from(hour * 3_600 + minute * 60).ok()?;
-    match sign {
-        b'+' => Some(seconds),
-        b'-' => Some(-seconds),
-        _ => None,
-    }
-}
-
-fn number(digits: &[u8]) -> Option<u64> {
-    let (number, length) = leading_digits(digits)?;
-    (length == digits.len()).then_some(number)
-}
-
-/// Parses the digits at the start, 1 to 19, and returns their number.
-#[inline]
-fn leading_digits(text: &[u8]) -> Option<(u64, usize)> {
-    let mut number = 0_u64;
-    let mut length = 0;
-    for byte in text {
-        let digit = byte.wrapping_sub(b'0');
-        if digit > 9 {
-            break;
-        }
-        number = number.wrapping_mul(10).wrapping_add(u64::from(digit));
-        length += 1;
-    }
-    (1..=19).contains(&length).then_some((number, length))
-}
-
-/// Parses the digits after the decimal point to microseconds. Further digits are cut.
-fn fraction(digits: &[u8]) -> Option<u64> {
-    let (six, further) = digits.split_at(digits.len().min(6));
-    let micros = number(six)?;
-    let scale = [1, 100_000, 10_000, 1_000, 100, 10, 1].get(six.len())?;
-    further.iter().all(u8::is_ascii_digit).then_some(micros * scale)
+fn micros(micros: i64) -> Option<u64> {
+    u64::try_from(micros).ok().filter(|_| micros <= MAX_TIME)
 }
 
 #[cfg(test)]
@@ -180,9 +55,7 @@ mod tests {
             ("29/Feb/2024:00:00:00 +0000", 1_709_164_800),
             ("01/Jan/1970:00:00:00 +0000", 0),
         ] {
-            let mut parser = CombinedTime::default();
-            assert_eq!(parser.parse(text.as_bytes()), Some(seconds * 1_000_000), "{text}");
-            assert_eq!(parser.parse(text.as_bytes()), Some(seconds * 1_000_000), "{text}");
+            assert_eq!(combined(text), Some(seconds * 1_000_000), "{text}");
         }
         for text in [
             "29/Feb/2026:00:00:00 +0000",
@@ -195,7 +68,7 @@ mod tests {
             "",
             "-",
         ] {
-            assert_eq!(CombinedTime::default().parse(text.as_bytes()), None, "{text}");
+            assert_eq!(combined(text), None, "{text}");
         }
     }
 
@@ -207,22 +80,25 @@ mod tests {
             ("2026-11-16T07:44:08.123456789Z", micros),
             ("2026-11-16T08:44:08.123456+01:00", micros),
             ("2026-11-16T08:44:08.123456+0100", micros),
+            ("2026-11-16t07:44:08.123456z", micros),
+            ("2026-11-16 07:44:08,123456", micros),
             ("2026-11-16 07:44:08.123456", micros),
             ("2026/11/16 07:44:08.123456", micros),
             ("1794815048.123456", micros),
-            ("1794815048.1234567", micros),
+            ("1794815048.1234562", micros),
             ("1794815048123", micros - 456),
             ("1794815048123.456", micros),
             ("1794815048123456", micros),
             ("1794815048123456789", micros),
             ("0.5", 500_000),
+            (" 1 ", 1_000_000),
             ("2026-11-16T07:44:08Z", micros - 123_456),
         ] {
-            assert_eq!(any(text.as_bytes()), Some(expected), "{text}");
+            assert_eq!(any(text), Some(expected), "{text}");
         }
-        for text in ["", "1.", ".5", "-1", "1e9", "2026-11-16", "2026-13-16T07:44:08Z", "x"] {
-            assert_eq!(any(text.as_bytes()), None, "{text}");
+        for text in ["", "-1", "inf", "nan", "2026-11-16", "2026-13-16T07:44:08Z", "x"] {
+            assert_eq!(any(text), None, "{text}");
         }
-        assert_eq!(any(b"99999999999"), None, "after the year 3000");
+        assert_eq!(any("99999999999"), None, "after the year 3000");
     }
 }
