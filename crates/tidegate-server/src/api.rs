@@ -171,7 +171,7 @@ async fn respond_with_body(
             return forward_auth::forward_auth(state, peer, request).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json_response(StatusCode::OK, json_headers(), OPENAPI.clone()));
+            return Ok(json_response(StatusCode::OK, HeaderMap::new(), OPENAPI.clone()));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
@@ -188,14 +188,13 @@ static OPENAPI: LazyLock<Bytes> = LazyLock::new(|| openapi::document().into());
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
-fn json_headers() -> HeaderMap {
-    let mut headers = HeaderMap::with_capacity(8);
+/// Returns a response with these headers and the content type of JSON.
+fn json_response(
+    status: StatusCode,
+    mut headers: HeaderMap,
+    body: impl Into<Bytes>,
+) -> ApiResponse {
     headers.insert(header::CONTENT_TYPE, JSON);
-    headers
-}
-
-/// Returns a response with these headers, which have the content type of JSON.
-fn json_response(status: StatusCode, headers: HeaderMap, body: impl Into<Bytes>) -> ApiResponse {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
@@ -388,7 +387,7 @@ fn decision_response(
 ) -> ApiResponse {
     let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    let mut headers = json_headers();
+    let mut headers = HeaderMap::with_capacity(8);
     add_rate_limit_headers(&mut headers, decisions, active, denied);
     let body = if explains {
         json::explained_body(decisions, |policy, key| active.shown_key(policy, key.to_owned()))

@@ -262,7 +262,7 @@ mod tests {
     fn list_contains_exactly_the_commands_of_the_scripts() {
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tidegate/src");
         let mut found = BTreeSet::new();
-        for folder in ["algorithm", "store/redis"] {
+        for folder in ["algorithm", "store/redis/script", "store/redis/coordination"] {
             for entry in std::fs::read_dir(sources.join(folder)).expect("a directory") {
                 let file = entry.expect("a file").path();
                 if file.extension().is_some_and(|extension| extension == "lua") {
