@@ -111,7 +111,8 @@ impl Loader<'_, '_> {
         let scope = |text: &Spanned<String>| {
             let known = Scope::ALL.into_iter().find(|scope| scope.as_str() == text.value);
             known.ok_or_else(|| {
-                document.error_at(text, "unknown scope: write acquire, refund, reset or read")
+                document
+                    .error_at(text, "unknown scope: the scopes are acquire, refund, reset and read")
             })
         };
         let scopes = raw.scopes.value.iter().map(scope).collect::<Result<Vec<_>, _>>()?;

@@ -279,7 +279,7 @@ fn errors_in_other_sections_show_their_position() {
         (
             "auth:\n  tokens:\n    - {name: a, token: t, scopes: [read, adquire]}\n",
             "3:42:",
-            "unknown scope: write acquire, refund, reset or read",
+            "unknown scope: the scopes are acquire, refund, reset and read",
         ),
         (
             "auth:\n  tokens:\n    - {name: a, token: t, scopes: [read]}\n    \
