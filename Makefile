@@ -35,7 +35,7 @@ NODE_TOOLS := express@5 express4@npm:express@4 cookie-parser@1 fastify@5 @fastif
 	ioredis@6 redis@6 iovalkey@0 \
 	@kubernetes-models/prometheus-operator@6
 
-DASHBOARD := crates/tidegate-server/dashboard
+DASHBOARD := crates/tidegate-service/dashboard
 
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0
@@ -189,7 +189,7 @@ bench-redis-instructions-renew: ## Rewrite bench/redis-instructions/limits.txt; 
 # The costs by which `tidegate plan` computes, measured on a real redis-server. A test compares them.
 plan-costs: ## Rewrite the costs of tidegate plan (plan/costs.txt); review and commit it
 	RENEW=1 cargo test --workspace --locked --test plan -- costs_are_those_of_a_real_redis
-	git diff --stat crates/tidegate-server/src/plan/costs.txt
+	git diff --stat crates/tidegate-tools/src/plan/costs.txt
 
 CHECKS = format lint deny dashboard-check test-code bench-instructions \
 	bench-redis-instructions test-faults-short
@@ -243,7 +243,7 @@ release: ## Build the static binary and its archive, as `cargo binstall` downloa
 	rm -rf target/$(RELEASE_NAME)
 	mkdir -p target/$(RELEASE_NAME)
 	cp -r $(TIDEGATE) target/share README.md LICENSE-MIT LICENSE-APACHE \
-		crates/tidegate-server/sample.yaml deploy/systemd target/$(RELEASE_NAME)
+		crates/tidegate-config/sample.yaml deploy/systemd target/$(RELEASE_NAME)
 	tar -C target -czf target/$(RELEASE_NAME).tar.gz $(RELEASE_NAME)
 	@ls -l target/$(RELEASE_NAME).tar.gz
 

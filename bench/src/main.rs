@@ -10,7 +10,7 @@ mod grpc;
 mod http;
 mod load;
 mod process;
-#[path = "../../crates/tidegate-server/src/envoy/proto.rs"]
+#[path = "../../crates/tidegate-api/src/proto.rs"]
 mod proto;
 mod redis;
 mod report;

@@ -4,7 +4,7 @@ use axum::Router;
 use axum::routing::post;
 use tonic::{Request, Response, Status};
 
-#[path = "../../../crates/tidegate-server/src/envoy/proto.rs"]
+#[path = "../../../crates/tidegate-api/src/proto.rs"]
 mod proto;
 
 use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{

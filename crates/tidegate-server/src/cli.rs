@@ -4,23 +4,14 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::tool::style;
+use tidegate_tools::cli::{acquire, bench, config, doctor, health, plan, simulate, top};
+use tidegate_tools::tool::style;
 
-mod acquire;
-mod bench;
-mod config;
-mod doctor;
 mod gateway;
 mod generate;
-mod health;
 mod listen;
-mod plan;
-mod quota;
-mod redis;
 mod serve;
 mod service;
-mod simulate;
-mod top;
 mod variables;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.

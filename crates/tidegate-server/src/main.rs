@@ -4,44 +4,16 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use clap::error::ErrorKind;
+use tidegate_tools::tool::style;
 
-mod admin;
-mod api;
-mod auth;
-mod backend;
-mod bench;
-mod body_reader;
 mod cli;
-mod config;
-mod doctor;
-mod duration;
-mod envoy;
-#[cfg(test)]
-#[path = "../../tidegate/tests/support/fuzz.rs"]
-mod fuzz;
-mod gateway;
-mod hot_keys;
-mod key_hash;
-mod listener;
-mod logs;
-mod metrics;
-mod observer;
-mod plan;
-mod reload;
-mod resp;
-mod serve;
-mod simulate;
-mod state;
-mod tls;
-mod tool;
-mod top;
 
 /// Fastest of the allocators that were benchmarked: a request makes many small allocations.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    logs::panics::install_hook();
+    tidegate_service::logs::panics::install_hook();
     let arguments = match cli::CommandLine::try_parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are reported as errors by clap, but print to stdout.
@@ -62,7 +34,7 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // The alternate form prints the whole chain of causes on one line.
-            anstream::eprintln!("{}error:{} {error:#}", tool::style::ERROR, tool::style::RESET);
+            anstream::eprintln!("{}error:{} {error:#}", style::ERROR, style::RESET);
             ExitCode::from(2)
         }
     }

@@ -3,9 +3,6 @@
 
 mod support;
 
-#[path = "../src/envoy/proto.rs"]
-mod proto;
-
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,11 +14,11 @@ use http_body_util::{BodyExt as _, StreamBody};
 use hyper::client::conn::http2::{SendRequest, handshake};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use prost::Message as _;
-use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
-use proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
-use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use support::{Service, TEST_TIMEOUT, with_free_ports};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::Code;
+use tidegate_api::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use support::{Redis, TEST_TIMEOUT};
 use tidegate::{Charge, Limiter, Quota, RedisStore};
 
-const COSTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/plan/costs.txt");
+const COSTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tidegate-tools/src/plan/costs.txt");
 const BILLION: [&str; 8] = ["--users", "1B", "--limit", "100", "--window", "10s", "--rps", "350k"];
 
 fn command(arguments: &[&str]) -> Command {

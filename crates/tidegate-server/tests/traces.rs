@@ -2,9 +2,6 @@
 
 mod support;
 
-#[path = "../src/envoy/proto.rs"]
-mod proto;
-
 #[path = "support/collector.rs"]
 mod collector;
 
@@ -19,10 +16,10 @@ use opentelemetry_proto::tonic::common::v1::any_value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
-use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use serde_json::json;
 use support::{Service, request};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
 use tonic::Request;
 
 impl Collector {
@@ -81,7 +78,7 @@ async fn send_envoy_request(service: &Service) {
     ));
     let client = channel.expect("an address").connect().await.expect("the service listens");
     let mut client =
-        proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient::new(client);
+        tidegate_api::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient::new(client);
     let mut request = Request::new(RateLimitRequest {
         domain: "edge".to_owned(),
         descriptors: vec![RateLimitDescriptor::default()],

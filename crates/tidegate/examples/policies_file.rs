@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 
-use tidegate::{Limiter, MemoryStore, Policies, PolicyDecision, PolicyLimiter, Query};
+use tidegate::{Limiter, MemoryStore, PolicyDecision, PolicyLimiter, Query};
 
 const POLICIES: &str = "
 policies:
@@ -28,8 +28,8 @@ policies:
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let policies = match std::env::args().nth(1) {
-        Some(file) => Policies::load(file)?,
-        None => Policies::from_yaml("built-in", POLICIES)?,
+        Some(file) => tidegate_config::load_policies(file)?,
+        None => tidegate_config::parse_policies("built-in", POLICIES)?,
     };
     let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
 

@@ -23,7 +23,9 @@ pub struct UnknownName {
 }
 
 impl UnknownName {
-    pub(crate) fn new(what: &'static str, name: &str, allowed: &[&str]) -> Self {
+    /// Creates the error of a name that is not one of the allowed ones.
+    #[must_use]
+    pub fn new(what: &'static str, name: &str, allowed: &[&str]) -> Self {
         Self { what, name: name.to_owned(), allowed: allowed.join(", ") }
     }
 }
@@ -53,7 +55,7 @@ macro_rules! enum_names {
             }
         }
 
-        #[cfg(feature = "config")]
+        #[cfg(feature = "schema")]
         impl schemars::JsonSchema for $type {
             fn inline_schema() -> bool {
                 true

@@ -58,7 +58,7 @@
 //! ```
 //!
 //! Policies are built in code, as here, or loaded from a configuration file of the `tidegate`
-//! service by `Policies::load` (feature `config`).
+//! service by the crate `tidegate-config`.
 //!
 //! # The client's address
 //!

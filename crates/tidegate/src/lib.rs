@@ -78,7 +78,7 @@
 //! A [`Policy`] is a named limit on some requests: its conditions, its key and its quota. A
 //! [`PolicyLimiter`] selects the policies that apply to a request and decides them all or nothing,
 //! so a request that one policy denies takes no units of the others. Policies are built in code, or
-//! loaded from a YAML file by `Policies::load` (feature `config`).
+//! loaded from a YAML file by the crate `tidegate-config`.
 //!
 //! ```
 //! use std::collections::BTreeMap;
@@ -159,7 +159,7 @@
 //! | `redis` | `RedisStore` and the module `store::redis`; implies `resilience` |
 //! | `resilience` | `Breaker`, `DenyCache`, `Fallback` and `Fleet` |
 //! | `tower` | the module `layer`: a Tower layer for HTTP and gRPC services |
-//! | `config` | `Policies::load` and the module `config`: policies in YAML |
+//! | `schema` | the JSON Schema of enums such as [`Algorithm`] |
 //! | `testing` | the module `testing`: the conformance suite for implementations of [`Store`] |
 //!
 //! Async waits of the [`SystemClock`], and everything in `redis`, `resilience` and `tower`, run on
@@ -169,9 +169,6 @@
 mod client_ip;
 
 mod policy;
-
-#[cfg(feature = "config")]
-pub mod config;
 
 // The query:
 mod quota;
@@ -220,23 +217,6 @@ struct Guides;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// Items for the `tidegate` server, which is a crate of its own. They are not part of the public
-/// API: they may change in any release.
-#[doc(hidden)]
-pub mod internals {
-    #[cfg(feature = "config")]
-    pub use crate::config::{
-        document::Document,
-        duration::{self, BoundedDuration},
-        number::{Bounded, Flag, Ratio},
-        paths::RawPaths,
-        policy::{OneOrMany, RawPolicy},
-        redaction::{Redaction, schema_fields},
-        schema,
-    };
-    pub use crate::policy::{PreparedCharge, text};
-}
-
 pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
@@ -246,11 +226,11 @@ pub use enum_names::UnknownName;
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, BlockingStore, Error, Limiter};
 pub use policy::{
-    AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
-    Mode, Observer, OnStoreFailure, PathError, PathRules, PathSpelling, Policies, Policy,
-    PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, Progress, Query,
-    SelectError, Selected, Selection, ShowKeys, TRACE_TARGET, Waiting, normalize_host,
-    normalize_path,
+    ATTRIBUTE_NAMES, AttributeError, AttributeNames, Attributes, Cost, DEFAULT_QUERY_TIMEOUT,
+    Enforcement, KeySource, MissingKey, Mode, Observer, OnStoreFailure, PathError, PathRules,
+    PathSpelling, Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError,
+    PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query, SelectError, Selected, Selection,
+    ShowKeys, TRACE_TARGET, Waiting, normalize_host, normalize_path, text,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

@@ -26,15 +26,13 @@ mod select;
 mod show_keys;
 mod value;
 
-pub use builder::PolicyBuilder;
+pub use builder::{PolicyBuilder, PolicyPart};
 pub use decisions::{PolicyDecision, PolicyDecisions};
 pub use error::PolicyError;
-pub(crate) use key_source::AttributeNames;
-#[cfg(feature = "config")]
-pub(crate) use key_source::NAMES as ATTRIBUTE_NAMES;
+pub use key_source::NAMES as ATTRIBUTE_NAMES;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
-pub use key_source::{AttributeError, KeySource};
+pub use key_source::{AttributeError, AttributeNames, KeySource};
 pub use limiter::{
     DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, Progress, TRACE_TARGET, Waiting,
 };
@@ -342,11 +340,6 @@ impl Policy {
         self.on_store_failure = on_store_failure;
     }
 
-    #[cfg(feature = "config")]
-    pub(crate) fn set_show_keys(&mut self, show_keys: ShowKeys) {
-        self.show_keys = Some(show_keys);
-    }
-
     pub(crate) fn add_override(
         &mut self,
         values: &[impl AsRef<str>],
@@ -435,7 +428,8 @@ impl Policy {
     }
 
     /// Returns the highest cost of one request, for the key with the largest quota.
-    pub(crate) fn max_cost(&self) -> u64 {
+    #[must_use]
+    pub fn max_cost(&self) -> u64 {
         self.quotas().map(Quota::burst).max().unwrap_or(0)
     }
 

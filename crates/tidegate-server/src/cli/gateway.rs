@@ -8,13 +8,11 @@ use anyhow::Context as _;
 use clap::Args;
 
 use super::listen::AdminFlag;
-use super::service::{ServiceFlags, admin_scheme, resp_line};
-use crate::config::{
-    self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination,
-};
-use crate::gateway::Upstream;
-use crate::logs::LogFormat;
-use crate::serve;
+use super::service::{ServiceFlags, admin_scheme, check_redis, resp_line};
+use tidegate_config::UpstreamUrl;
+use tidegate_config::{self, AccessLogConfig, AccessLogFormat, Listen, LogDestination};
+use tidegate_net::ListenAddress;
+use tidegate_service::logs::LogFormat;
 
 /// Run a reverse proxy that forwards the requests that the policies allow.
 ///
@@ -74,19 +72,19 @@ impl GatewayCommand {
             config.listen.gateway = address;
         }
         if !self.upstreams.is_empty() {
-            config.gateway.upstreams.clone_from(&self.upstreams);
+            let parse = |text: &String| text.parse::<UpstreamUrl>();
+            let upstreams = self.upstreams.iter().map(parse).collect::<Result<_, _>>();
+            config.gateway.upstreams = upstreams.context("--upstream")?;
         }
         config.gateway.access_log = self.access_log(config.gateway.access_log.take())?;
-        for text in &config.gateway.upstreams {
-            text.parse::<Upstream>().context("--upstream")?;
-        }
         anyhow::ensure!(
             !config.gateway.upstreams.is_empty(),
             "there is no upstream: name one with --upstream http://127.0.0.1:3000, or under \
              gateway.upstreams in the file"
         );
-        let upstreams = config.gateway.upstreams.join(", ");
-        let source = config::describe(self.config.as_ref());
+        let upstreams = config.gateway.upstreams.iter().map(|upstream| upstream.text.as_str());
+        let upstreams = upstreams.collect::<Vec<_>>().join(", ");
+        let source = tidegate_config::describe(self.config.as_ref());
         let store = config.store.to_string();
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let admin_scheme = admin_scheme(&config);
@@ -119,8 +117,9 @@ impl GatewayCommand {
                 );
             }
         };
-        self.service
-            .run(self.log_format, self.config, |source| serve::gateway(config, source, announce))
+        self.service.run(self.log_format, self.config, |source| {
+            tidegate_gateway::serve(config, source, check_redis, announce)
+        })
     }
 
     /// Returns the access log of the configuration, as the flags change it.

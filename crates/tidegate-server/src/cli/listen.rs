@@ -2,7 +2,8 @@
 
 use clap::Args;
 
-use crate::config::{Config, ListenAddress};
+use tidegate_config::Config;
+use tidegate_net::ListenAddress;
 
 /// Addresses of `tidegate serve`.
 #[derive(Debug, Args)]

@@ -7,10 +7,10 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::listen::ListenFlags;
-use super::service::{ServiceFlags, admin_scheme, resp_line};
-use crate::config::{self, Listen};
-use crate::logs::LogFormat;
-use crate::serve;
+use super::service::{ServiceFlags, admin_scheme, check_redis, resp_line};
+use tidegate_config::Listen;
+use tidegate_service::logs::LogFormat;
+use tidegate_service::serve;
 
 /// Run the service: the HTTP API, Envoy's rate limit service, metrics and health.
 ///
@@ -56,7 +56,7 @@ impl ServeCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = self.service.load(self.config.as_deref())?;
         self.listen.apply(&mut config)?;
-        let source = config::describe(self.config.as_ref());
+        let source = tidegate_config::describe(self.config.as_ref());
         let store = config.store.to_string();
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let access = ApiAccess {
@@ -77,8 +77,9 @@ impl ServeCommand {
                 );
             }
         };
-        self.service
-            .run(self.log_format, self.config, |source| serve::serve(config, source, announce))
+        self.service.run(self.log_format, self.config, |source| {
+            serve::serve(config, source, check_redis, announce)
+        })
     }
 }
 

@@ -1,16 +1,21 @@
 //! Flags and run of the commands that serve requests.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::process::ExitCode;
 
 use clap::Args;
+use tidegate::RedisStore;
+use tidegate_config::RedisConfig;
+use tidegate_tools::doctor;
 
-use super::redis::RedisFlags;
 use super::variables;
-use crate::config::{Config, Listen, ListenAddress};
-use crate::logs::{self, LogFormat};
-use crate::reload::ConfigSource;
-use crate::serve;
+use tidegate_config::{Config, Listen};
+use tidegate_net::ListenAddress;
+use tidegate_service::logs::{self, LogFormat};
+use tidegate_service::reload::ConfigSource;
+use tidegate_service::serve;
+use tidegate_tools::cli::redis::RedisFlags;
 
 /// Store of a service, and the Redis protocol.
 #[derive(Debug, Args)]
@@ -34,6 +39,16 @@ impl ServiceFlags {
         Ok(config)
     }
 
+    /// Returns the source of a configuration whose store these flags override.
+    fn source(&self, file: Option<PathBuf>) -> ConfigSource {
+        let flags = self.redis.clone();
+        ConfigSource {
+            file,
+            password_file: flags.password_file().map(Path::to_owned),
+            with_flags: Box::new(move |store| flags.apply(store)),
+        }
+    }
+
     /// Runs a service with logs until its end.
     pub(super) fn run<F: Future<Output = anyhow::Result<()>>>(
         &self,
@@ -49,7 +64,7 @@ impl ServiceFlags {
         if let Some(warning) = variables::warning(file.as_deref()) {
             tracing::warn!("{warning}");
         }
-        runtime.block_on(service(self.redis.source(file)))?;
+        runtime.block_on(service(self.source(file)))?;
         drop(logs);
         // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();
@@ -68,4 +83,13 @@ pub(super) fn resp_line(bound: &Listen, tls: bool, label: &str) -> String {
     let scheme = if tls { "rediss" } else { "redis" };
     let shown = bound.resp.as_ref().map(|resp| resp.shown(scheme));
     shown.map(|shown| format!("\x20 {label}{shown}\n")).unwrap_or_default()
+}
+
+/// Logs warnings about the setup of a Redis.
+pub(super) fn check_redis<'a>(
+    store: &'a RedisStore,
+    config: &'a RedisConfig,
+    largest_log: u64,
+) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
+    Box::pin(doctor::log_warnings(store, config, largest_log))
 }

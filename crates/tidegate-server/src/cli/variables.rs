@@ -7,7 +7,8 @@ use std::path::Path;
 use clap::CommandFactory as _;
 
 use super::CommandLine;
-use crate::{config, logs};
+use tidegate_config as config;
+use tidegate_service::logs;
 
 const PREFIX: &str = "TIDEGATE_";
 

@@ -8,30 +8,6 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-#[path = "../../src/duration.rs"]
-#[allow(dead_code, reason = "the loads use one function")]
-mod duration;
-/// The loads of `tidegate simulate`, from its own source.
-#[path = "../../src/simulate"]
-mod simulate {
-    #![allow(dead_code, reason = "the loads have more than is used here")]
-    use std::borrow::Cow;
-
-    pub(crate) mod load;
-
-    pub(crate) trait TrafficRequest: tidegate::Attributes + Sync {
-        fn time(&self) -> u64;
-        fn address(&self) -> Option<Cow<'_, str>>;
-        fn cost(&self) -> Option<u64>;
-    }
-}
-
-/// The random numbers of these loads.
-#[path = "../../src/tool"]
-mod tool {
-    pub(crate) mod random;
-}
-
 /// Definition of each algorithm, decision by decision.
 mod definition;
 /// Algorithms and encodings.
@@ -58,8 +34,8 @@ mod server {
 
 use form::Form;
 use page::{Page, Row, RowName};
-use simulate::load::LoadKind;
 use support::{Cluster, Redis};
+use tidegate_tools::simulate::load::LoadKind;
 use traffic::{LOADS, Traffic};
 use virtual_time::{Change, Fault, Run};
 

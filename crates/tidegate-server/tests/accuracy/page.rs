@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use crate::form::Form;
 use crate::oracle::{Figures, Part};
 use crate::real_time::{Measured, Outage, Outcome};
-use crate::simulate::load::LoadKind;
 use crate::traffic::{LOADS, name};
 use crate::virtual_time::{Change, Fault, Run};
 use crate::{Place, Table};
+use tidegate_tools::simulate::load::LoadKind;
 
 /// Text of the page, with a line for each table.
 pub(crate) const TEMPLATE: &str = include_str!("page.md");

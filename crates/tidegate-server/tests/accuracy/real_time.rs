@@ -12,9 +12,9 @@ use crate::Place;
 use crate::form::Form;
 use crate::oracle::{Figures, Observed, observed_figures};
 use crate::sentinel::{NAME, Sentinels};
-use crate::simulate::load::LoadKind;
 use crate::support::{Cluster, Redis, TEST_TIMEOUT};
 use crate::traffic::{LOADS, Traffic};
+use tidegate_tools::simulate::load::LoadKind;
 
 pub(crate) const LIMIT: u64 = 30;
 pub(crate) const WINDOW: Duration = Duration::from_secs(2);

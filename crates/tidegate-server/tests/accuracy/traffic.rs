@@ -3,8 +3,8 @@ use std::time::Duration;
 use tidegate::Attributes as _;
 
 use crate::form::{LIMIT, WINDOW};
-use crate::simulate::TrafficRequest as _;
-use crate::simulate::load::{Load, LoadKind};
+use tidegate_tools::simulate::TrafficRequest as _;
+use tidegate_tools::simulate::load::{Load, LoadKind};
 
 pub(crate) const LOADS: [LoadKind; 4] =
     [LoadKind::Steady, LoadKind::Burst, LoadKind::Boundary, LoadKind::Attack];

@@ -10,9 +10,9 @@ use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Sto
 use crate::Place;
 use crate::form::{Form, LIMIT, WINDOW};
 use crate::oracle::{ExactLog, Figures};
-use crate::simulate::load::LoadKind;
 use crate::support::TEST_TIMEOUT;
 use crate::traffic::Traffic;
+use tidegate_tools::simulate::load::LoadKind;
 
 /// Time of the fault after the start: in the middle of a burst, of a boundary and of an attack.
 const MOMENT: Duration = Duration::from_millis(30_050);

@@ -11,7 +11,8 @@ fn root() -> PathBuf {
 #[test]
 fn dashboard_works_in_chromium() {
     let node = root().join(".venv/bin/node");
-    let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("dashboard/node_modules");
+    let packages =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tidegate-service/dashboard/node_modules");
     for (path, tool) in [(&node, "Node.js"), (&packages.join("playwright-core"), "playwright-core")]
     {
         assert!(path.exists(), "{tool} is missing ({}): run `make setup`", path.display());

@@ -5,11 +5,11 @@ use tonic::transport::{Channel, Endpoint};
 use crate::cases::Case;
 use crate::door::{Answer, Door, Outcome, Record};
 use crate::http::Process;
-use crate::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use crate::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
-use crate::proto::envoy::service::ratelimit::v3::RateLimitRequest;
-use crate::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
-use crate::proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::Code;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
 
 pub(crate) struct EnvoyDoor {
     process: Process,

@@ -8,9 +8,6 @@ mod support;
 #[path = "../support/collector.rs"]
 mod collector;
 
-#[path = "../../src/envoy/proto.rs"]
-mod proto;
-
 mod cases;
 mod door;
 mod envoy;

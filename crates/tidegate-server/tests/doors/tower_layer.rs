@@ -8,8 +8,8 @@ use axum::Router;
 use axum::extract::ConnectInfo;
 use tidegate::layer::RateLimitLayer;
 use tidegate::{
-    Action, ClientIp, Enforcement, Limiter, MemoryStore, Observer, Policies, Policy,
-    PolicyDecisions, PolicyLimiter, TRACE_TARGET, Timestamp,
+    Action, ClientIp, Enforcement, Limiter, MemoryStore, Observer, Policy, PolicyDecisions,
+    PolicyLimiter, TRACE_TARGET, Timestamp,
 };
 use tracing::field::{Field, Visit};
 use tracing::span;
@@ -124,7 +124,7 @@ impl TowerDoor {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, config(cases)).expect("written");
-        let policies = Policies::load(&file).expect("valid policies");
+        let policies = tidegate_config::load_policies(&file).expect("valid policies");
         let recorder = Arc::new(Recorder::default());
         let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies)
             .with_observer(Arc::clone(&recorder));

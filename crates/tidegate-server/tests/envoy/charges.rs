@@ -1,11 +1,11 @@
 //! Charges, refunds and peeks of requests.
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 use super::support::Redis;
 use super::{Client, FILES, descriptor, start_on, with_limit};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 
 const RULES: &str = "
 domain: edge

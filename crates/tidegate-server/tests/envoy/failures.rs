@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use tonic::Code as GrpcCode;
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use super::support::Redis;
 use super::{Client, descriptor, start_on, with_limit};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::Code;
 
 const RULES: &str = "
 domain: edge

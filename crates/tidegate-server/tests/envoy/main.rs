@@ -3,9 +3,6 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-#[path = "../../src/envoy/proto.rs"]
-mod proto;
-
 /// Charges, refunds and peeks of requests.
 mod charges;
 /// Decisions while the store is unavailable.
@@ -21,15 +18,15 @@ mod responses;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 
-use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{
+use support::{Service, with_free_ports};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{
     Entry, RateLimitOverride,
 };
-use proto::envoy::service::ratelimit::v3::rate_limit_response::DescriptorStatus;
-use proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
-use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use proto::envoy::r#type::v3::RateLimitUnit;
-use support::{Service, with_free_ports};
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::DescriptorStatus;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
+use tidegate_api::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use tidegate_api::envoy::r#type::v3::RateLimitUnit;
 use tonic::Status;
 use tonic::transport::Channel;
 

@@ -3,10 +3,10 @@
 use serde_json::{Value, json};
 use tonic::Code as GrpcCode;
 
-use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use super::support::{Redis, Service, request};
 use super::{Client, FILES, descriptor, start, start_on, with_limit};
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::Code;
 
 /// Returns the policies in the decision metrics.
 fn labels(metrics: &str) -> Vec<&str> {

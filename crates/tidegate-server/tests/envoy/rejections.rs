@@ -1,10 +1,10 @@
 //! Calls that cannot be decided. They are denied, because Envoy passes requests whose call fails.
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use super::support::Service;
 use super::{Client, descriptor, start_on};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::Code;
 
 const RULES: &str = "
 domain: edge

@@ -6,13 +6,13 @@ use prost_types::Value;
 use prost_types::value::Kind;
 use serde_json::{Value as Json, json};
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
-use super::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use super::proto::envoy::r#type::v3::RateLimitUnit;
 use super::support::{Redis, Service, request};
 use super::{Client, FILES, descriptor, start_on, with_limit};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
+use tidegate_api::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use tidegate_api::envoy::r#type::v3::RateLimitUnit;
 
 const RULES: &str = "\
 domain: edge

@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use tonic::Code as GrpcCode;
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{
-    Code, DescriptorStatus, rate_limit::Unit,
-};
-use super::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use super::proto::envoy::r#type::v3::RateLimitUnit;
 use super::support::{Service, TEST_TIMEOUT};
 use super::{FILES, RULES, channel, descriptor, start};
+use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{
+    Code, DescriptorStatus, rate_limit::Unit,
+};
+use tidegate_api::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use tidegate_api::envoy::r#type::v3::RateLimitUnit;
 
 #[tokio::test]
 async fn sample_rules_apply_as_in_ratelimit() {

@@ -1,7 +1,8 @@
 //! [`PolicyBuilder`]: collects the parts of a policy in any order and validates them at the end.
 
 use super::{
-    AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError, ShowKeys,
+    AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, PathRules, Policy, PolicyError,
+    ShowKeys,
 };
 use crate::quota::Quota;
 
@@ -33,7 +34,9 @@ use crate::quota::Quota;
 pub struct PolicyBuilder {
     name: String,
     quota: Quota,
-    attributes: Vec<String>,
+    attributes: AttributeNames,
+    declared: Vec<String>,
+    path_rules: PathRules,
     matches: Vec<(String, Vec<String>)>,
     key: Vec<String>,
     overrides: Vec<(Vec<String>, Quota)>,
@@ -42,6 +45,23 @@ pub struct PolicyBuilder {
     mode: Mode,
     on_store_failure: OnStoreFailure,
     show_keys: Option<ShowKeys>,
+}
+
+/// Part of a policy that is invalid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PolicyPart {
+    /// The name.
+    Name,
+    /// The declared attributes.
+    Attributes,
+    /// A condition, by its position.
+    Match(usize),
+    /// The attributes of the key.
+    Key,
+    /// An override, by its position.
+    Override(usize),
+    /// The cost.
+    Cost,
 }
 
 fn strings(texts: impl IntoIterator<Item = impl Into<String>>) -> Vec<String> {
@@ -53,7 +73,9 @@ impl PolicyBuilder {
         Self {
             name,
             quota,
-            attributes: Vec::new(),
+            attributes: AttributeNames::default(),
+            declared: Vec::new(),
+            path_rules: PathRules::KEEP,
             matches: Vec::new(),
             key: Vec::new(),
             overrides: Vec::new(),
@@ -81,7 +103,20 @@ impl PolicyBuilder {
     /// # }
     /// ```
     pub fn attributes(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        self.attributes.extend(strings(names));
+        self.declared.extend(strings(names));
+        self
+    }
+
+    /// Accepts the custom attributes of a set of names that is declared already.
+    pub fn attribute_names(mut self, names: AttributeNames) -> Self {
+        self.attributes = names;
+        self
+    }
+
+    /// Sets how patterns of paths are parsed, as the [`Policies`](crate::Policies) of this policy
+    /// will parse them. By default they are kept as written until then.
+    pub fn path_rules(mut self, rules: PathRules) -> Self {
+        self.path_rules = rules;
         self
     }
 
@@ -155,20 +190,28 @@ impl PolicyBuilder {
     /// The first invalid part: the name, an attribute that is unknown or malformed, a condition
     /// without patterns, a key with two overrides, or a cost that no quota could admit.
     pub fn build(self) -> Result<Policy, PolicyError> {
-        let mut policy = Policy::new(self.name, self.quota)?;
-        let mut names = AttributeNames::default();
-        for name in &self.attributes {
-            names.declare(name)?;
+        self.build_parts().map_err(|(_, error)| error)
+    }
+
+    /// Validates the parts like [`build`](Self::build), and names the part that is invalid: for an
+    /// error with its position in a file.
+    pub fn build_parts(self) -> Result<Policy, (PolicyPart, PolicyError)> {
+        let of = |part: PolicyPart| move |error: PolicyError| (part, error);
+        let mut policy = Policy::new(self.name, self.quota).map_err(of(PolicyPart::Name))?;
+        let mut names = self.attributes;
+        for name in &self.declared {
+            names.declare(name).map_err(|error| (PolicyPart::Attributes, error.into()))?;
         }
         policy.set_attribute_names(names);
-        for (attribute, patterns) in &self.matches {
-            policy.add_match(attribute, patterns)?;
+        policy.set_path_rules(self.path_rules).map_err(of(PolicyPart::Name))?;
+        for (index, (attribute, patterns)) in self.matches.iter().enumerate() {
+            policy.add_match(attribute, patterns).map_err(of(PolicyPart::Match(index)))?;
         }
-        policy.set_key(&self.key)?;
-        for (values, quota) in self.overrides {
-            policy.add_override(&values, quota)?;
+        policy.set_key(&self.key).map_err(of(PolicyPart::Key))?;
+        for (index, (values, quota)) in self.overrides.into_iter().enumerate() {
+            policy.add_override(&values, quota).map_err(of(PolicyPart::Override(index)))?;
         }
-        policy.set_cost(self.cost)?;
+        policy.set_cost(self.cost).map_err(of(PolicyPart::Cost))?;
         policy.set_missing_key(self.missing_key);
         policy.set_mode(self.mode);
         policy.set_on_store_failure(self.on_store_failure);

@@ -5,7 +5,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-pub(crate) const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
+/// Built-in attributes without a name of their own behind a prefix.
+pub const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
 const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
 
 /// The number of characters of an unknown name that are compared and shown: clients choose their
@@ -242,13 +243,13 @@ pub(crate) fn check_http(name: &str) -> Result<(), AttributeError> {
 
 /// Attributes that policies may use: the built-in ones and the declared custom ones.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct AttributeNames {
+pub struct AttributeNames {
     declared: Arc<BTreeSet<String>>,
 }
 
 impl AttributeNames {
     /// Declares a custom attribute.
-    pub(crate) fn declare(&mut self, name: &str) -> Result<(), AttributeError> {
+    pub fn declare(&mut self, name: &str) -> Result<(), AttributeError> {
         check_characters(name)?;
         // Another spelling of a built-in name would be mistaken for it.
         let lower = name.to_lowercase();
@@ -277,7 +278,7 @@ impl AttributeNames {
     }
 
     /// Checks a name that a policy uses.
-    pub(crate) fn check(&self, name: &str) -> Result<(), AttributeError> {
+    pub fn check(&self, name: &str) -> Result<(), AttributeError> {
         check_characters(name)?;
         self.check_known(name)?;
         check_form(name)

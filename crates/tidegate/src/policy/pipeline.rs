@@ -270,7 +270,7 @@ async fn timeout_at<T>(
 mod tests {
     use std::time::Duration;
 
-    use crate::internals::PreparedCharge;
+    use crate::PreparedCharge;
     use crate::{Action, Enforcement, Limiter, MemoryStore, Policies, PolicyLimiter, Query, Quota};
 
     /// Returns what is left of each limit, in the order of the charges.

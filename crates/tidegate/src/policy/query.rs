@@ -177,7 +177,7 @@ impl From<Mode> for Enforcement {
 ///
 /// ```
 /// use std::time::Duration;
-/// use tidegate::internals::PreparedCharge;
+/// use tidegate::PreparedCharge;
 /// use tidegate::{Action, Quota};
 ///
 /// # fn main() -> Result<(), tidegate::QuotaError> {

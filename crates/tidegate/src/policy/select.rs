@@ -22,7 +22,7 @@ const MAX_COMPARED: usize = 32;
 /// with thousands of policies.
 ///
 /// A [`PolicyLimiter`](crate::PolicyLimiter) decides requests by it. Policies are built in code or,
-/// with the feature `config`, loaded from a file by `Policies::load`. The set is immutable: to
+/// loaded from a file by the crate `tidegate-config`. The set is immutable: to
 /// change a policy, create another set. Counts belong to the store and to the policy's name, so
 /// they survive such a change.
 ///
@@ -69,7 +69,8 @@ impl Policies {
         Self::with_rules(policies, PathRules::default())
     }
 
-    pub(crate) fn with_rules(policies: Vec<Policy>, rules: PathRules) -> Result<Self, PolicyError> {
+    /// Creates the set of these policies, by whose path rules the paths of requests are read.
+    pub fn with_rules(policies: Vec<Policy>, rules: PathRules) -> Result<Self, PolicyError> {
         let mut by_name = HashMap::with_capacity(policies.len());
         for (position, policy) in policies.iter().enumerate() {
             if by_name.insert(policy.name.clone(), position).is_some() {
@@ -115,8 +116,8 @@ impl Policies {
     }
 
     /// Adds declared attributes, which callers may send even if no policy uses them.
-    #[cfg(feature = "config")]
-    pub(crate) fn with_attribute_names(mut self, names: &AttributeNames) -> Self {
+    #[must_use]
+    pub fn with_attribute_names(mut self, names: &AttributeNames) -> Self {
         self.attributes.merge(names);
         self
     }

@@ -1,7 +1,6 @@
 //! Configurations: errors have a position within the text, a bounded length, and no secrets.
 
-use tidegate::Policies;
-use tidegate::config::ConfigError;
+use tidegate_config::ConfigError;
 
 use crate::fuzz::{self, Random};
 
@@ -76,7 +75,7 @@ const PIECES: [&str; 40] = [
 ];
 
 fn errors_of(text: &str) -> Option<ConfigError> {
-    Policies::from_yaml("limits.yaml", text).err()
+    tidegate_config::parse_policies("limits.yaml", text).err()
 }
 
 fn check_position(text: &str, error: &ConfigError) {

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use tidegate::internals::{Bounded, BoundedDuration, Document, Ratio, duration};
 use tidegate::{Algorithm, Key, KeySource, MAX_KEY_BYTES};
+use tidegate_config::duration;
+use tidegate_config::yaml::{Bounded, BoundedDuration, Document, Ratio};
 
 use crate::fuzz;
 

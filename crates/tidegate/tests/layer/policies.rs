@@ -50,7 +50,7 @@ policies:
   - {name: search, match: {path: /search}, key: header.x-user-id, limit: 1, window: 1d}
 ";
     std::fs::write(&file, text).expect("written");
-    let policies = Policies::load(&file).expect("a good file");
+    let policies = tidegate_config::load_policies(&file).expect("a good file");
     let app =
         Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
     let site = Site::start(app.layer(RateLimitLayer::with_policies(limiter(), policies))).await;
@@ -65,17 +65,17 @@ policies:
     assert_eq!(asker.get("/", &ann).await.status, StatusCode::OK);
 
     std::fs::write(&file, text.replace("limit: 1", "limit: none")).expect("written");
-    let wrong = Policies::load(&file).expect_err("no number").to_string();
+    let wrong = tidegate_config::load_policies(&file).expect_err("no number").to_string();
     assert!(wrong.contains("tidegate.yaml:5:") && wrong.contains("limit: none"), "{wrong}");
     std::fs::write(&file, text.replace("policies:", "policis:")).expect("written");
     assert!(
-        Policies::load(&file)
+        tidegate_config::load_policies(&file)
             .expect_err("no such field")
             .to_string()
             .contains("did you mean `policies`?")
     );
     assert!(
-        Policies::load(folder.path().join("absent"))
+        tidegate_config::load_policies(folder.path().join("absent"))
             .expect_err("no file")
             .to_string()
             .contains("cannot be read")

@@ -1,0 +1,516 @@
+//! Queries and decisions as JSON, for the HTTP API and the command line.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::{Deserialize, Deserializer, de};
+use tidegate::{
+    Algorithm, Decision, Encoding, Mode, PolicyDecision, PolicyDecisions, Quota, normalize_host,
+};
+
+use crate::duration::millis_rounded_up;
+
+/// The largest `age_ms`: 10 years, longer than any count is kept.
+pub const MAX_AGE_MS: u64 = 10 * 366 * 86_400_000;
+
+/// Query in one of three forms: policy and key; attributes; key and quota.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct QueryBody<'a> {
+    /// Name of a policy; with `key`.
+    #[serde(borrow)]
+    #[schema(value_type = Option<String>)]
+    pub policy: Option<Text<'a>>,
+    /// Value of the key; with `policy` or `quota`.
+    #[serde(borrow)]
+    #[schema(value_type = Option<String>, min_length = 1, max_length = 512)]
+    pub key: Option<Text<'a>>,
+    /// Attributes of the request, which select the policies: ip, method, path, host, header.NAME,
+    /// query.NAME, cookie.NAME, domain, descriptor.KEY, and those that the configuration declares
+    /// in `attributes`. Any other name is an error.
+    #[schema(value_type = Option<BTreeMap<String, String>>)]
+    pub attributes: Option<AttributesBody>,
+    /// Quota of the caller; with `key`.
+    #[schema(value_type = Option<QuotaBody>)]
+    pub quota: Option<Object<QuotaBody>>,
+    /// Number of units; by default that of the policy, otherwise 1.
+    #[schema(minimum = 1)]
+    pub cost: Option<u64>,
+    /// Only for a refund, which requires it: age of the charge in milliseconds, measured from just
+    /// before it was sent.
+    pub age_ms: Option<u64>,
+}
+
+/// Returns the host of the request to the nearest proxy, which is the last one of the list.
+pub fn nearest_host(hosts: &str) -> &str {
+    hosts.rsplit(',').next().unwrap_or_default().trim()
+}
+
+/// JSON object with the fields of this type. Derived implementations also accept an array of the
+/// values, which is rejected here.
+#[derive(Debug)]
+pub struct Object<T>(pub T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> de::Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, fields: A) -> Result<Object<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(Object)
+            }
+        }
+        deserializer.deserialize_map(Fields(PhantomData))
+    }
+}
+
+/// Attributes by name, without duplicates. Header names are case-insensitive; host and path are
+/// normalized.
+#[derive(Debug, Default)]
+pub struct AttributesBody(pub BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for AttributesBody {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Pairs;
+        impl<'de> de::Visitor<'de> for Pairs {
+            type Value = AttributesBody;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object of names and strings")
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(
+                self,
+                mut pairs: A,
+            ) -> Result<AttributesBody, A::Error> {
+                let mut all = BTreeMap::new();
+                while let Some((mut name, mut value)) = pairs.next_entry::<String, String>()? {
+                    if name.starts_with("header.") {
+                        name.make_ascii_lowercase();
+                    } else if name == "host" {
+                        value = normalize_host(nearest_host(&value)).into_owned();
+                    }
+                    if all.contains_key(&name) {
+                        return Err(de::Error::custom(format_args!("{name:?} is given twice")));
+                    }
+                    all.insert(name, value);
+                }
+                Ok(AttributesBody(all))
+            }
+        }
+        deserializer.deserialize_map(Pairs)
+    }
+}
+
+/// String that borrows from the JSON if it has no escapes. (`Option<Cow<str>>` always copies.)
+#[derive(Debug)]
+pub struct Text<'a>(Cow<'a, str>);
+
+impl std::ops::Deref for Text<'_> {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Text<'de>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(Visitor)
+    }
+}
+
+/// Quota of the caller.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct QuotaBody {
+    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    #[schema(value_type = Option<Algorithms>)]
+    algorithm: Option<String>,
+    /// For sliding-log: sorted-set (default) or packed; for sliding-counter: hash (default) or
+    /// packed.
+    #[schema(value_type = Option<Encodings>)]
+    encoding: Option<String>,
+    /// For sliding-log: whether denied requests are counted.
+    count_denied: Option<bool>,
+    /// Units per window.
+    #[schema(minimum = 1)]
+    limit: u64,
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d.
+    window: String,
+    /// Capacity of a bucket; by default the limit.
+    #[schema(minimum = 1)]
+    burst: Option<u64>,
+}
+
+impl QuotaBody {
+    /// Returns the quota, or a description of its error.
+    pub fn quota(&self) -> Result<Quota, String> {
+        let algorithm: Algorithm = match &self.algorithm {
+            Some(name) => name
+                .parse()
+                .map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
+            None => Algorithm::SlidingLog,
+        };
+        let window = tidegate_config::duration::parse(&self.window)
+            .map_err(|error| format!("quota.window: {error}"))?;
+        let quota_error = |error: tidegate::QuotaError| format!("quota: {error}");
+        let mut quota = Quota::new(algorithm, self.limit, window).map_err(quota_error)?;
+        if let Some(encoding) = &self.encoding {
+            let encoding: Encoding = encoding
+                .parse()
+                .map_err(|error: tidegate::UnknownName| format!("quota.encoding: {error}"))?;
+            quota = quota.with_encoding(encoding).map_err(quota_error)?;
+        }
+        if let Some(count_denied) = self.count_denied {
+            quota = quota.with_count_denied(count_denied).map_err(quota_error)?;
+        }
+        if let Some(burst) = self.burst {
+            quota = quota.with_burst(burst).map_err(quota_error)?;
+        }
+        Ok(quota)
+    }
+}
+
+/// Algorithm of a quota.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+pub enum Algorithms {
+    SlidingLog,
+    SlidingCounter,
+    FixedWindow,
+    TokenBucket,
+    LeakyBucket,
+}
+
+/// Encoding of a sliding-log or sliding-counter in Redis.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+pub enum Encodings {
+    SortedSet,
+    Hash,
+    Packed,
+}
+
+/// Origin of a decision: the store, a cached denial of the store, this instance while the store is
+/// unavailable, the policy's failure mode, or a policy whose key the request lacks.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+pub enum Sources {
+    Store,
+    DenyCache,
+    Local,
+    Allow,
+    Deny,
+    MissingKey,
+}
+
+/// Decisions on a request, the most restrictive one at the top level.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
+pub struct DecisionsBody<'a> {
+    #[serde(flatten)]
+    binding: BindingBody,
+    /// Decision of each policy. Empty if no policy applies.
+    decisions: Vec<PolicyDecisionBody<'a>>,
+}
+
+/// Most restrictive decision, with durations in milliseconds.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
+pub struct BindingBody {
+    /// Whether the request may pass.
+    allowed: bool,
+    /// Policy that decided; null if no policy applies.
+    #[schema(required)]
+    policy: Option<String>,
+    /// Capacity: the units per window, or the burst of a bucket. `remaining` never exceeds it. Null
+    /// if no policy applies.
+    #[schema(required)]
+    limit: Option<u64>,
+    /// Units that are available right after this decision; null if no policy applies.
+    #[schema(required)]
+    remaining: Option<u64>,
+    /// Shortest wait after which the same request would be admitted.
+    retry_after_ms: u64,
+    /// Time until the full limit is available again.
+    reset_after_ms: u64,
+    /// Wait before an admitted request may proceed.
+    delay_ms: u64,
+    /// Origin of the decision; null if no policy applies.
+    #[schema(required)]
+    source: Option<Sources>,
+    /// Attribute of the policy's key that the request lacks. Only with the source missing-key.
+    #[schema(required = false)]
+    missing_key: Option<String>,
+}
+
+/// Body of a request to which no policy applies.
+const NO_POLICY: &str = concat!(
+    r#"{"allowed":true,"policy":null,"limit":null,"remaining":null,"retry_after_ms":0,"#,
+    r#""reset_after_ms":0,"delay_ms":0,"source":null,"decisions":[]}"#
+);
+
+/// Decision of one policy.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
+pub struct PolicyDecisionBody<'a> {
+    #[serde(flatten)]
+    decision: DecisionBody<'a>,
+    /// Whether a denial by this policy has an effect: in shadow mode it has none.
+    #[schema(value_type = Modes)]
+    mode: &'static str,
+    /// Key that was counted, as the policy shows it; null if the request lacks it. Only with
+    /// `?explain`.
+    #[schema(required = false)]
+    key: Option<String>,
+}
+
+/// Whether a denial is enforced.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+pub enum Modes {
+    Enforce,
+    Shadow,
+}
+
+/// Decision, with durations in milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq, utoipa::ToSchema)]
+pub struct DecisionBody<'a> {
+    /// Whether the request may pass.
+    allowed: bool,
+    /// Policy that decided.
+    policy: &'a str,
+    /// Capacity: the units per window, or the burst of a bucket. `remaining` never exceeds it.
+    limit: u64,
+    /// Units that are available right after this decision.
+    remaining: u64,
+    /// Shortest wait after which the same request would be admitted.
+    retry_after_ms: u64,
+    /// Time until the full limit is available again.
+    reset_after_ms: u64,
+    /// Wait before an admitted request may proceed.
+    delay_ms: u64,
+    /// Origin of the decision.
+    #[schema(value_type = Sources)]
+    source: &'static str,
+    /// Attribute of the policy's key that the request lacks. Only with the source missing-key.
+    #[schema(required = false)]
+    missing_key: Option<&'a str>,
+}
+
+impl<'a> DecisionBody<'a> {
+    fn new(policy: &'a str, decision: &Decision) -> Self {
+        Self {
+            allowed: decision.allowed,
+            policy,
+            limit: decision.limit,
+            remaining: decision.remaining,
+            // Rounded up, so that a client that waits this long is admitted.
+            retry_after_ms: millis_rounded_up(decision.retry_after),
+            reset_after_ms: millis_rounded_up(decision.reset_after),
+            delay_ms: millis_rounded_up(decision.delay),
+            source: decision.source.as_str(),
+            missing_key: None,
+        }
+    }
+
+    fn for_policy(decision: &'a PolicyDecision<'_>) -> Self {
+        let missing_key = decision.missing_key();
+        Self { missing_key, ..Self::new(decision.policy(), &decision.decision()) }
+    }
+
+    /// Writes the fields, without braces.
+    fn push_json(&self, json: &mut Vec<u8>) {
+        json.extend_from_slice(if self.allowed {
+            br#""allowed":true,"policy":"#
+        } else {
+            br#""allowed":false,"policy":"#
+        });
+        push_text(json, self.policy);
+        for (name, number) in [
+            (",\"limit\":", self.limit),
+            (",\"remaining\":", self.remaining),
+            (",\"retry_after_ms\":", self.retry_after_ms),
+            (",\"reset_after_ms\":", self.reset_after_ms),
+            (",\"delay_ms\":", self.delay_ms),
+        ] {
+            json.extend_from_slice(name.as_bytes());
+            json.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+        }
+        json.extend_from_slice(b",\"source\":\"");
+        json.extend_from_slice(self.source.as_bytes());
+        json.push(b'"');
+        if let Some(key) = self.missing_key {
+            json.extend_from_slice(b",\"missing_key\":");
+            push_text(json, key);
+        }
+    }
+}
+
+/// Writes a string.
+fn push_text(json: &mut Vec<u8>, text: &str) {
+    let is_plain = |byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\');
+    if text.bytes().all(is_plain) {
+        json.push(b'"');
+        json.extend_from_slice(text.as_bytes());
+        json.push(b'"');
+    } else {
+        json.extend_from_slice(serde_json::Value::from(text).to_string().as_bytes());
+    }
+}
+
+/// Returns the body for the decision of one policy.
+pub fn decision_body(policy: &str, decision: &Decision) -> Vec<u8> {
+    let body = DecisionBody::new(policy, decision);
+    to_json(&body, [(body, Mode::Enforce)].into_iter(), &[])
+}
+
+/// Returns the body for the decisions on a request.
+pub fn decisions_body(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
+    body_with_keys(decisions, &[])
+}
+
+/// Returns the body for the decisions on a request, with the key of each in the form that `shown`
+/// returns for a policy and a key.
+pub fn explained_body(
+    decisions: &PolicyDecisions<'_>,
+    shown: impl Fn(&str, &str) -> String,
+) -> Vec<u8> {
+    let key = |entry: &PolicyDecision<'_>| entry.key().map(|key| shown(entry.policy(), key));
+    body_with_keys(decisions, &decisions.iter().map(key).collect::<Vec<_>>())
+}
+
+fn body_with_keys(decisions: &PolicyDecisions<'_>, keys: &[Option<String>]) -> Vec<u8> {
+    let Some(binding) = decisions.binding() else { return NO_POLICY.into() };
+    let binding = DecisionBody::for_policy(binding);
+    // A policy in shadow mode may deny although the request passes.
+    let binding = if decisions.is_allowed() {
+        DecisionBody { allowed: true, retry_after_ms: 0, ..binding }
+    } else {
+        DecisionBody { allowed: false, ..binding }
+    };
+    let with_mode = |decision| {
+        let mode = if PolicyDecision::is_shadow(decision) { Mode::Shadow } else { Mode::Enforce };
+        (DecisionBody::for_policy(decision), mode)
+    };
+    to_json(&binding, decisions.iter().map(with_mode), keys)
+}
+
+/// Writes a [`DecisionsBody`] without serde, which takes several times as long. This is most of the
+/// work of a response. `keys` has the key of each decision, or is empty.
+fn to_json<'a>(
+    binding: &DecisionBody<'a>,
+    decisions: impl ExactSizeIterator<Item = (DecisionBody<'a>, Mode)>,
+    keys: &[Option<String>],
+) -> Vec<u8> {
+    let mut json = Vec::with_capacity(256 * (1 + decisions.len()));
+    json.push(b'{');
+    binding.push_json(&mut json);
+    let fields = 1..json.len();
+    json.extend_from_slice(b",\"decisions\":[");
+    for (number, (decision, mode)) in decisions.enumerate() {
+        json.extend_from_slice(if number == 0 { b"{" } else { b",{" });
+        // Usually there is only the binding decision.
+        if decision == *binding {
+            json.extend_from_within(fields.clone());
+        } else {
+            decision.push_json(&mut json);
+        }
+        json.extend_from_slice(match mode {
+            Mode::Enforce => b",\"mode\":\"enforce\"",
+            Mode::Shadow => b",\"mode\":\"shadow\"",
+        });
+        if let Some(key) = keys.get(number) {
+            json.extend_from_slice(b",\"key\":");
+            json.extend_from_slice(serde_json::json!(key).to_string().as_bytes());
+        }
+        json.push(b'}');
+    }
+    json.extend_from_slice(b"]}");
+    json
+}
+
+#[cfg(test)]
+mod fuzz_tests;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn query_is_an_object_without_repeated_names() {
+        fn parse(text: &str) -> Result<Object<QueryBody<'_>>, String> {
+            serde_json::from_str(text).map_err(|error| error.to_string())
+        }
+        let attributes = parse(
+            r#"{"attributes": {"header.X-User": "U", "host": "A.Example.com:8080", "Path": "/"}}"#,
+        );
+        let attributes = attributes.expect("a query").0.attributes.expect("attributes").0;
+        let expected = [("Path", "/"), ("header.x-user", "U"), ("host", "a.example.com")];
+        assert!(
+            attributes.iter().map(|(name, value)| (name.as_str(), value.as_str())).eq(expected)
+        );
+        for (text, reason) in [
+            (r#"["p", "k", null, null, 1]"#, "expected a JSON object"),
+            (
+                r#"{"key": "k", "quota": ["sliding-log", null, null, 5, "1s", null]}"#,
+                "expected a JSON object",
+            ),
+            (
+                r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#,
+                "\"header.a\" is given twice",
+            ),
+            (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is given twice"),
+        ] {
+            let error = parse(text).expect_err(text);
+            assert!(error.contains(reason), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn body_is_json_whatever_the_name_of_the_policy() {
+        let decision = Decision::deny(10, Duration::from_millis(1_500))
+            .with_remaining(3)
+            .with_reset_after(Duration::from_secs(60))
+            .with_source(tidegate::Source::Local);
+        for policy in ["p", "with \"quotes\" and \\", "naïve", "🌊 tide", "\u{7f}"] {
+            let json: serde_json::Value =
+                serde_json::from_slice(&decision_body(policy, &decision)).expect("JSON");
+            let entry = serde_json::json!({
+                "allowed": false, "policy": policy, "limit": 10, "remaining": 3,
+                "retry_after_ms": 1_500, "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
+            });
+            let mut whole = entry.clone();
+            whole["decisions"] = serde_json::json!([entry]);
+            whole["decisions"][0]["mode"] = "enforce".into();
+            assert_eq!(json, whole);
+        }
+    }
+}

@@ -1,0 +1,480 @@
+//! [`RawPolicy`]: a policy as written in a configuration, and its validation.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
+
+use schemars::JsonSchema;
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_saphyr::Spanned;
+
+use tidegate::{
+    Algorithm, AttributeNames, Cost, Encoding, MAX_KEY_BYTES, MissingKey, Mode, OnStoreFailure,
+    PathRules, Policy, PolicyPart, Quota, QuotaError, ShowKeys, UnknownName,
+};
+
+use super::schema::{add_policy_rules, conditions, key_attributes, texts};
+use crate::yaml::{Bounded, ConfigError, Document, Flag, duration, whole};
+
+/// A limit, a burst or a cost.
+type Units = Bounded<1, { Quota::MAX_LIMIT }>;
+
+/// Decisions of a policy while the store is unavailable.
+const POLICY_FAILURES: [OnStoreFailure; 3] =
+    [OnStoreFailure::Local, OnStoreFailure::Allow, OnStoreFailure::Deny];
+
+/// A named limit.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "Policy", transform = add_policy_rules)]
+pub struct RawPolicy {
+    /// Name in responses, metrics and Redis keys.
+    #[schemars(with = "String", length(min = 1, max = MAX_KEY_BYTES))]
+    pub(crate) name: Spanned<String>,
+    /// Attributes that must match: ip, method, path, host, header.NAME, query.NAME, cookie.NAME,
+    /// domain, descriptor.KEY, or one declared in `attributes`. Each has a pattern or a list of
+    /// patterns; `*` matches anything except a slash, `**` matches anything.
+    #[serde(default, rename = "match")]
+    #[schemars(schema_with = "conditions")]
+    matches: Conditions,
+    /// Attributes whose values are counted separately, named as in `match`. Without a key, all
+    /// requests are counted together.
+    #[serde(default, deserialize_with = "present")]
+    #[schemars(schema_with = "key_attributes")]
+    key: Option<Spanned<KeyNames>>,
+    /// Treatment of a request without the key: skip (default) or deny.
+    #[schemars(with = "Option<MissingKey>")]
+    missing_key: Option<Spanned<String>>,
+    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    #[schemars(with = "Option<Algorithm>")]
+    algorithm: Option<Spanned<String>>,
+    /// For sliding-log: sorted-set (default) or packed; for sliding-counter: hash (default) or
+    /// packed.
+    #[schemars(with = "Option<Encoding>")]
+    encoding: Option<Spanned<String>>,
+    /// For sliding-log: whether denied requests count too.
+    #[schemars(with = "Option<Flag>")]
+    count_denied: Option<Spanned<Flag>>,
+    /// Units per window.
+    #[schemars(with = "Units")]
+    limit: Spanned<Units>,
+    /// Duration such as 500ms, 60s, 5m, 1h, 30d.
+    #[schemars(with = "String", pattern(duration::PATTERN))]
+    window: Spanned<String>,
+    /// Capacity of a bucket; the limit by default.
+    #[schemars(with = "Option<Units>")]
+    burst: Option<Spanned<Units>>,
+    /// Units that a request costs: a number, or the value of an attribute.
+    #[schemars(with = "Option<RawCost>")]
+    cost: Option<Spanned<RawCost>>,
+    /// enforce (default), or shadow: decides and counts, but never denies.
+    #[schemars(with = "Option<Mode>")]
+    mode: Option<Spanned<String>>,
+    /// Decision while the store is unavailable: local (default), allow or deny.
+    #[schemars(with = "Option<String>", extend("enum" = ["local", "allow", "deny", null]))]
+    on_store_failure: Option<Spanned<String>>,
+    /// Form in which operators see the keys: plain, or hashed, the default for credentials such as
+    /// header.authorization, header.x-api-key and cookies.
+    #[schemars(with = "Option<ShowKeys>")]
+    show_keys: Option<Spanned<String>>,
+    /// Other limits for some keys.
+    #[serde(default)]
+    overrides: Vec<Override>,
+}
+
+impl RawPolicy {
+    /// Returns the name of the policy and the line that has it.
+    #[must_use]
+    pub fn line(&self) -> (String, u64) {
+        (self.name.value.clone(), self.name.referenced.line())
+    }
+
+    /// Builds the policy, or returns an error with its position in the document.
+    pub(crate) fn validate(
+        self,
+        document: &Document<'_>,
+        attributes: &AttributeNames,
+        path_rules: PathRules,
+    ) -> Result<Policy, ConfigError> {
+        let raw = self;
+        let algorithm = match &raw.algorithm {
+            Some(name) => parse_name(document, name)?,
+            None => Algorithm::SlidingLog,
+        };
+        let name = &raw.name;
+        let quota = raw.quota(document, algorithm, &raw.limit, &raw.window, raw.burst.as_ref())?;
+        let mut max_cost = quota.burst();
+        let mut policy = Policy::builder(&name.value, quota)
+            .attribute_names(attributes.clone())
+            .path_rules(path_rules);
+        let mut matched = BTreeSet::new();
+        for (written, patterns) in &raw.matches.0 {
+            let attribute = attribute_name(document, attributes, "match", written)?;
+            if !matched.insert(attribute.clone()) {
+                let twice =
+                    format!("{attribute} is there twice: header names are case-insensitive");
+                return Err(document.error_at(patterns, &twice));
+            }
+            policy = policy.matches(attribute, patterns.value.texts());
+        }
+        if let Some(key) = &raw.key {
+            let names = key.value.names(key).into_iter();
+            let names = names.map(|name| attribute_name(document, attributes, "key", &name));
+            let names = names.collect::<Result<Vec<_>, _>>()?;
+            policy = policy.key(names);
+        }
+        if let Some(missing) = &raw.missing_key {
+            policy = policy.missing_key(parse_name(document, missing)?);
+        }
+        if let Some(mode) = &raw.mode {
+            policy = policy.mode(parse_name(document, mode)?);
+        }
+        if let Some(failure) = &raw.on_store_failure {
+            policy = policy.on_store_failure(policy_failure(document, failure)?);
+        }
+        if let Some(show_keys) = &raw.show_keys {
+            policy = policy.show_keys(parse_name(document, show_keys)?);
+        }
+        for entry in &raw.overrides {
+            let window = entry.window.as_ref().unwrap_or(&raw.window);
+            let burst = entry.burst.as_ref().or(raw.burst.as_ref());
+            let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
+            max_cost = max_cost.max(quota.burst());
+            policy = policy.override_for(entry.key.value.texts(), quota);
+        }
+        if let Some(cost) = &raw.cost {
+            policy = policy.cost(cost.value.to_cost(document, attributes, max_cost)?);
+        }
+        policy.build_parts().map_err(|(part, error)| {
+            let message = error.to_string();
+            match (part, &raw.key, &raw.cost) {
+                (PolicyPart::Match(index), ..) => {
+                    document.error_at(&raw.matches.0[index].1, &message)
+                }
+                (PolicyPart::Override(index), ..) => {
+                    document.error_at(&raw.overrides[index].key, &message)
+                }
+                (PolicyPart::Key, Some(key), _) => document.error_at(key, &message),
+                (PolicyPart::Cost, _, Some(cost)) => document.error_at(cost, &message),
+                _ => document.error_at(name, &message),
+            }
+        })
+    }
+
+    /// Builds a quota with the encoding and `count_denied` of this policy.
+    fn quota(
+        &self,
+        document: &Document<'_>,
+        algorithm: Algorithm,
+        limit: &Spanned<Units>,
+        window: &Spanned<String>,
+        burst: Option<&Spanned<Units>>,
+    ) -> Result<Quota, ConfigError> {
+        let duration =
+            duration::parse(&window.value).map_err(|error| document.error_at(window, &error))?;
+        let mut quota =
+            Quota::new(algorithm, limit.value.get(), duration).map_err(|error| match error {
+                QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
+                    let sum = duration::sum_note(&window.value);
+                    document.error_at(window, &format!("{error}{sum}"))
+                }
+                _ => document.error_at(limit, &error.to_string()),
+            })?;
+        if let Some(encoding) = &self.encoding {
+            quota = quota
+                .with_encoding(parse_name(document, encoding)?)
+                .map_err(|error| document.error_at(encoding, &error.to_string()))?;
+        }
+        if let Some(count_denied) = &self.count_denied {
+            quota = quota
+                .with_count_denied(count_denied.value.get())
+                .map_err(|error| document.error_at(count_denied, &error.to_string()))?;
+        }
+        if let Some(burst) = burst {
+            quota = quota
+                .with_burst(burst.value.get())
+                .map_err(|error| document.error_at(burst, &error.to_string()))?;
+        }
+        Ok(quota)
+    }
+}
+
+/// Returns the normalized name: header names are case-insensitive, and requests have them in lower
+/// case.
+fn attribute_name(
+    document: &Document<'_>,
+    attributes: &AttributeNames,
+    field: &str,
+    written: &Spanned<String>,
+) -> Result<String, ConfigError> {
+    let name = &written.value;
+    attributes
+        .check(name)
+        .map_err(|error| document.error_at(written, &format!("{field}: {error}")))?;
+    Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
+}
+
+/// Makes a key without a value an error, because it would count all requests together.
+fn present<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Spanned<KeyNames>>, D::Error> {
+    Spanned::deserialize(deserializer).map(Some)
+}
+
+pub(crate) fn parse_name<T: FromStr<Err = UnknownName>>(
+    document: &Document<'_>,
+    text: &Spanned<String>,
+) -> Result<T, ConfigError> {
+    text.value
+        .parse()
+        .map_err(|error: UnknownName| document.unknown_name_at(text, &error.to_string()))
+}
+
+/// Returns the decision while the store is unavailable. Only Envoy's rules can pass the error on:
+/// callers of the API and clients of the gateway have no setting of their own for it.
+fn policy_failure(
+    document: &Document<'_>,
+    text: &Spanned<String>,
+) -> Result<OnStoreFailure, ConfigError> {
+    let known = POLICY_FAILURES.into_iter().find(|failure| failure.as_str() == text.value);
+    known.ok_or_else(|| {
+        let names = POLICY_FAILURES.map(OnStoreFailure::as_str);
+        let error = UnknownName::new("on_store_failure", &text.value, &names);
+        document.unknown_name_at(text, &error.to_string())
+    })
+}
+
+/// Another limit for one key.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Override {
+    /// Value of the key; for a key of several attributes, a list in the same order.
+    #[schemars(schema_with = "texts")]
+    key: Spanned<OneOrMany>,
+    #[schemars(with = "Units")]
+    limit: Spanned<Units>,
+    #[schemars(with = "Option<String>", pattern(duration::PATTERN))]
+    window: Option<Spanned<String>>,
+    #[schemars(with = "Option<Units>")]
+    burst: Option<Spanned<Units>>,
+}
+
+/// A text, or a list of texts.
+#[derive(Debug)]
+pub enum OneOrMany {
+    /// A single text.
+    One(String),
+    /// A list, possibly empty.
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    /// Returns the texts as a list.
+    ///
+    /// ```
+    /// use tidegate_config::yaml::{Document, OneOrMany};
+    ///
+    /// let one: OneOrMany = Document::new("a.yaml", "GET").parse()?;
+    /// let many: OneOrMany = Document::new("a.yaml", "[GET, POST]").parse()?;
+    /// assert_eq!(one.texts(), ["GET"]);
+    /// assert_eq!(many.texts(), ["GET", "POST"]);
+    /// # Ok::<(), tidegate_config::ConfigError>(())
+    /// ```
+    #[must_use]
+    pub fn texts(&self) -> &[String] {
+        match self {
+            Self::One(text) => std::slice::from_ref(text),
+            Self::Many(texts) => texts,
+        }
+    }
+}
+
+/// The attributes of a key, each with its position.
+#[derive(Debug)]
+enum KeyNames {
+    One(String),
+    Many(Vec<Spanned<String>>),
+}
+
+impl KeyNames {
+    /// Returns the names; `key` has the position of a single one.
+    fn names(&self, key: &Spanned<Self>) -> Vec<Spanned<String>> {
+        match self {
+            Self::One(name) => vec![Spanned::new(name.clone(), key.referenced, key.defined)],
+            Self::Many(names) => names.clone(),
+        }
+    }
+}
+
+/// The attributes that must match, in the order of the document.
+#[derive(Debug, Default)]
+struct Conditions(Vec<(Spanned<String>, Spanned<OneOrMany>)>);
+
+impl Default for OneOrMany {
+    fn default() -> Self {
+        Self::Many(Vec::new())
+    }
+}
+
+/// A number, or the attribute that has the number.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged, rename = "Cost")]
+enum RawCost {
+    Fixed(#[schemars(with = "Units")] u64),
+    Attribute(CostAttribute),
+}
+
+impl RawCost {
+    /// Builds the cost of a policy with these quotas.
+    fn to_cost(
+        &self,
+        document: &Document<'_>,
+        attributes: &AttributeNames,
+        max_cost: u64,
+    ) -> Result<Cost, ConfigError> {
+        Ok(match self {
+            Self::Fixed(units) => Cost::Fixed(*units),
+            Self::Attribute(cost) => Cost::Attribute {
+                name: attribute_name(document, attributes, "cost.attribute", &cost.attribute)?,
+                default: cost.default.map_or(1, Units::get),
+                max: cost.max.map_or(max_cost, Units::get),
+            },
+        })
+    }
+}
+
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct CostAttribute {
+    /// Attribute, named as in `match`.
+    #[schemars(with = "String", length(min = 1))]
+    attribute: Spanned<String>,
+    /// Cost if the attribute is absent or not a whole number; 1 by default.
+    default: Option<Units>,
+    /// Maximum cost; the limit or burst of the key applies too.
+    max: Option<Units>,
+}
+
+impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextsVisitor;
+        impl<'de> Visitor<'de> for TextsVisitor {
+            type Value = OneOrMany;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text or a list of texts")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(text.to_owned()))
+            }
+
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(number.to_string()))
+            }
+
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(number.to_string()))
+            }
+
+            fn visit_bool<E: de::Error>(self, value: bool) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(value.to_string()))
+            }
+
+            fn visit_f64<E: de::Error>(self, _: f64) -> Result<OneOrMany, E> {
+                Err(E::custom("write this text in quotes, or 5.0 would be read as 5"))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut texts: A) -> Result<OneOrMany, A::Error> {
+                let mut all = Vec::new();
+                while let Some(text) = texts.next_element()? {
+                    all.push(text);
+                }
+                Ok(OneOrMany::Many(all))
+            }
+        }
+        deserializer.deserialize_any(TextsVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for KeyNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct NamesVisitor;
+        impl<'de> Visitor<'de> for NamesVisitor {
+            type Value = KeyNames;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text or a list of texts")
+            }
+
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<KeyNames, E> {
+                Ok(KeyNames::One(name.to_owned()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut names: A) -> Result<KeyNames, A::Error> {
+                let mut all = Vec::new();
+                while let Some(name) = names.next_element()? {
+                    all.push(name);
+                }
+                Ok(KeyNames::Many(all))
+            }
+        }
+        deserializer.deserialize_any(NamesVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for Conditions {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct FieldsVisitor;
+        impl<'de> Visitor<'de> for FieldsVisitor {
+            type Value = Conditions;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Conditions, A::Error> {
+                let mut all = Vec::new();
+                while let Some(field) = fields.next_entry()? {
+                    all.push(field);
+                }
+                Ok(Conditions(all))
+            }
+        }
+        deserializer.deserialize_map(FieldsVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for RawCost {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct CostVisitor;
+        impl<'de> Visitor<'de> for CostVisitor {
+            type Value = RawCost;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a cost: a whole number, or {attribute: NAME, default: 1, max: 50}")
+            }
+
+            fn visit_u64<E: de::Error>(self, units: u64) -> Result<RawCost, E> {
+                Ok(RawCost::Fixed(units))
+            }
+
+            fn visit_i64<E: de::Error>(self, units: i64) -> Result<RawCost, E> {
+                u64::try_from(units)
+                    .map(RawCost::Fixed)
+                    .map_err(|_| E::custom("a cost is at least 1"))
+            }
+
+            fn visit_f64<E: de::Error>(self, units: f64) -> Result<RawCost, E> {
+                let found = de::Unexpected::Float(units);
+                whole(units).map(RawCost::Fixed).ok_or_else(|| E::invalid_type(found, &self))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<RawCost, A::Error> {
+                CostAttribute::deserialize(de::value::MapAccessDeserializer::new(map))
+                    .map(RawCost::Attribute)
+            }
+        }
+        deserializer.deserialize_any(CostVisitor)
+    }
+}

@@ -1,0 +1,144 @@
+//! [`ConfigWarning`]: a part of the configuration that is valid, but perhaps not as its author
+//! expects.
+
+use std::fmt;
+
+use tidegate::{Algorithm, ClientIp, KeySource, MemoryStore, Policies, Policy, Quota};
+
+/// Warning about a file that is loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigWarning {
+    pub file: String,
+    pub line: Option<u64>,
+    pub message: String,
+}
+
+impl fmt::Display for ConfigWarning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            Some(line) => write!(f, "{}:{line}: {}", self.file, self.message),
+            None => write!(f, "{}: {}", self.file, self.message),
+        }
+    }
+}
+
+/// Warning about a listener of the API that needs no token.
+pub const OPEN_LISTENER: &str = "other hosts can use this listener without a token: set \
+    auth.api_token or tls.client_ca, or listen on 127.0.0.1";
+
+/// Number of policies with the same warning that have a line each. More of them share one.
+const MAX_LINES: usize = 3;
+
+/// Returns the warnings about policies. `line` returns the line of a policy.
+pub(super) fn of_policies(
+    file: &str,
+    policies: &Policies,
+    client_ip: &ClientIp,
+    line: impl Fn(&str) -> Option<u64>,
+) -> Vec<ConfigWarning> {
+    let bypassable = policies.bypassable().map(|policy| {
+        let key = policy.key().iter().map(KeySource::as_str).collect::<Vec<_>>().join(" or ");
+        (policy.name(), format!("a client that leaves out {key} is not limited by it"))
+    });
+    let bypassed = "no other policy limits all clients of the same requests: add one by ip, or set \
+                    `missing_key: deny`";
+    let literal = policies.iter().flat_map(|policy| {
+        let patterns = policy.literal_parameters();
+        patterns.map(|(text, meant)| {
+            (policy.name(), format!("the path {text:?} matches only itself: write {meant:?}"))
+        })
+    });
+    let literals = "`*` stands for any text without a slash, `**` for any text; there are neither \
+                    parameters nor regular expressions";
+    let unseen = policies.iter().flat_map(|policy| {
+        let unseen = unseen_addresses(policy, client_ip);
+        unseen.map(|(text, group)| {
+            (policy.name(), format!("no request has the address {text:?}: write {group:?}"))
+        })
+    });
+    let addresses = "requests have IPv4 addresses, and the networks of IPv6 addresses by \
+                     client_ip.ipv6_prefix";
+    [
+        grouped(file, &line, &bypassable.collect::<Vec<_>>(), bypassed),
+        grouped(file, &line, &literal.collect::<Vec<_>>(), literals),
+        grouped(file, &line, &unseen.collect::<Vec<_>>(), addresses),
+    ]
+    .concat()
+}
+
+/// Returns a warning for each policy, or one for all if they are many. A warning has the name of
+/// the policy, what is wrong with it, and an explanation that all share.
+fn grouped(
+    file: &str,
+    line: impl Fn(&str) -> Option<u64>,
+    found: &[(&str, String)],
+    explanation: &str,
+) -> Vec<ConfigWarning> {
+    let warning =
+        |name: &str, message| ConfigWarning { file: file.to_owned(), line: line(name), message };
+    if found.len() <= MAX_LINES {
+        let message = |(name, wrong): &(&str, String)| {
+            warning(name, format!("policy {name:?}: {wrong}; {explanation}"))
+        };
+        return found.iter().map(message).collect();
+    }
+    let first: Vec<String> =
+        found[..MAX_LINES].iter().map(|(name, _)| format!("{name:?}")).collect();
+    let (name, wrong) = &found[0];
+    vec![warning(
+        name,
+        format!(
+            "{} policies, {} and {} more: {wrong} (the first one); {explanation}",
+            found.len(),
+            first.join(", "),
+            found.len() - MAX_LINES
+        ),
+    )]
+}
+
+/// Iterates over the addresses in the conditions and overrides of a policy that no request has in
+/// this form, each with the form that requests have.
+fn unseen_addresses<'a>(
+    policy: &'a Policy,
+    client_ip: &'a ClientIp,
+) -> impl Iterator<Item = (&'a str, String)> {
+    let conditions = policy.conditions().filter(|(attribute, _)| *attribute == "ip");
+    let patterns = conditions.flat_map(|(_, patterns)| patterns).map(String::as_str);
+    let is_by_ip = policy.key().iter().map(KeySource::as_str).eq(["ip"]);
+    let keys = policy.overrides().map(|(key, _)| key).filter(move |_| is_by_ip);
+    patterns.chain(keys).filter_map(|text| {
+        let address = text.split('/').next().unwrap_or_default();
+        let group = client_ip.group(address.parse().ok()?);
+        (group != text).then_some((text, group))
+    })
+}
+
+/// Memory of an entry of a sliding log, in bytes.
+const LOG_ENTRY_BYTES: u64 = 16;
+/// Number of logs at their limit that should fit the memory of all logs.
+const MIN_FULL_LOGS: u64 = 4;
+
+/// Returns a warning for each policy whose logs are too large for a store in memory: it would have
+/// no room for some requests within the limit.
+pub(super) fn of_logs(
+    file: &str,
+    policies: &Policies,
+    max_keys: usize,
+    line: impl Fn(&str) -> Option<u64>,
+) -> Vec<ConfigWarning> {
+    let max_bytes = MemoryStore::builder().max_keys(max_keys).build().max_log_bytes();
+    let max_bytes = u64::try_from(max_bytes).unwrap_or(u64::MAX);
+    let too_large = policies.iter().filter_map(|policy| {
+        let logs = policy.quotas().filter(|quota| quota.algorithm() == Algorithm::SlidingLog);
+        let limit = logs.map(Quota::limit).max()?;
+        let bytes = limit.saturating_mul(LOG_ENTRY_BYTES);
+        let wrong =
+            format!("a key at its limit needs {bytes} bytes for the sliding-log of {limit}");
+        (bytes > max_bytes / MIN_FULL_LOGS).then_some((policy.name(), wrong))
+    });
+    let explanation = format!(
+        "the store in memory has {max_bytes} bytes for all logs: use sliding-counter or \
+         token-bucket, raise store.max_keys (100 bytes each), or use Redis"
+    );
+    grouped(file, line, &too_large.collect::<Vec<_>>(), &explanation)
+}

@@ -1,0 +1,193 @@
+//! The rate limit layer in front of the proxy.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use axum::body::Body;
+use http::request::Parts;
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
+use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
+use tidegate::{Action, Error, PolicyDecisions, Progress, Query, Waiting};
+use tower::{Layer as _, Service};
+
+use super::exchange::Exchange;
+use super::{Gateway, cors, head, path};
+use tidegate_config::{CorsConfig, GatewayConfig};
+use tidegate_net::listener::{Peer, Request};
+use tidegate_service::api;
+use tidegate_service::state::{ActiveConfig, ServerState};
+
+/// Limiter that decides by the active configuration.
+#[derive(Clone)]
+pub(crate) struct GatewayLimiter(Arc<ServerState>);
+
+impl RequestLimiter for GatewayLimiter {
+    type Snapshot = Arc<ActiveConfig>;
+
+    fn snapshot(&self) -> Arc<ActiveConfig> {
+        self.0.active()
+    }
+
+    fn start<'a>(
+        &'a self,
+        active: &'a Arc<ActiveConfig>,
+        parts: &'a Parts,
+    ) -> Result<Progress<'a>, Error> {
+        let peer = parts.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
+        let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
+        // The trace of the request continues in the span of its exchange, which is entered now.
+        let progress = active.limiter.start(Action::Acquire, Query::attributes(&request));
+        if let Some(exchange) = Exchange::of(&parts.extensions) {
+            match &progress {
+                Ok(Progress::Decided(decisions)) => exchange.decided(Ok(decisions)),
+                Ok(Progress::Waiting(_)) => {}
+                Err(error) => exchange.decided(Err(error)),
+            }
+        }
+        progress
+    }
+
+    async fn finish<'a>(
+        &'a self,
+        active: &'a Arc<ActiveConfig>,
+        parts: &Parts,
+        waiting: Waiting<'a>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let result = active.limiter.finish(waiting).await;
+        if let Some(exchange) = Exchange::of(&parts.extensions) {
+            exchange.decided(result.as_ref());
+        }
+        result
+    }
+
+    async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
+        active.limiter.refund(decisions).await;
+    }
+}
+
+/// Gateway behind its rate limit layer.
+pub(crate) struct LimitedGateway {
+    state: Arc<ServerState>,
+    /// Services by `x_ratelimit_headers` and `partition_keys`, which a reload may change.
+    services: [[RateLimit<Gateway, GatewayLimiter>; 2]; 2],
+    cors: Option<Arc<CorsConfig>>,
+}
+
+impl LimitedGateway {
+    pub(super) fn new(
+        state: &Arc<ServerState>,
+        settings: &GatewayConfig,
+        gateway: &Gateway,
+    ) -> Self {
+        let service = |x_headers, partition_keys| {
+            let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
+                .x_ratelimit_headers(x_headers);
+            let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
+            let layer =
+                if partition_keys { layer.partition_key(api::partition_key) } else { layer };
+            layer.layer(gateway.clone())
+        };
+        Self {
+            state: Arc::clone(state),
+            services: [false, true].map(|x| [false, true].map(|keys| service(x, keys))),
+            cors: settings.cors.clone().map(Arc::new),
+        }
+    }
+
+    pub(super) fn call(&self, mut request: Request) -> ResponseFuture {
+        let active = self.state.active_guard();
+        path::normalize(request.uri_mut(), active.policies());
+        head::remove_listed(request.headers_mut());
+        let is_http1 = request.version() < Version::HTTP_2;
+        let has_body = !http_body::Body::is_end_stream(request.body());
+        let closes_if_denied = is_http1 && has_body;
+        let closes = is_http1 && request.headers().contains_key(header::UPGRADE);
+        let cors = self.cors.as_ref().map(|cors| {
+            let origin = request.headers().get(header::ORIGIN).cloned();
+            (Arc::clone(cors), origin)
+        });
+        let by_x_headers = &self.services[usize::from(active.x_ratelimit_headers)];
+        // The proxy is always ready.
+        let mut limited = by_x_headers[usize::from(active.partition_keys)].clone();
+        ResponseFuture { response: limited.call(request), closes, closes_if_denied, cors }
+    }
+}
+
+/// Response in progress, and whether the connection closes after it.
+pub(crate) struct ResponseFuture {
+    response: <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future,
+    /// The bytes after an upgrade request are not checked any more (see `framing.rs`), so no other
+    /// request may follow.
+    closes: bool,
+    /// The body of a denied request is not read to its end.
+    closes_if_denied: bool,
+    /// CORS settings, and the `Origin` of the request.
+    cors: Option<(Arc<CorsConfig>, Option<HeaderValue>)>,
+}
+
+impl Future for ResponseFuture {
+    type Output = Result<Response<layer::Body<Body>>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.response).poll(cx).map_ok(|mut response| {
+            let status = response.status();
+            let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
+            if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
+                response
+                    .headers_mut()
+                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
+                limits.restore(response.headers_mut());
+            }
+            if let Some((cors, origin)) = &self.cors {
+                cors::add_headers(cors, origin.as_ref(), &mut response);
+            }
+            response
+        })
+    }
+}
+
+/// Rate limit headers of an upstream. A client could not distinguish them from those of the
+/// gateway, so they are only sent if the gateway adds none of the same kind.
+#[derive(Debug, Clone)]
+pub(super) struct UpstreamRateLimitHeaders(HeaderMap);
+
+impl UpstreamRateLimitHeaders {
+    /// Prefix of each kind of header, and a header that the gateway adds with this kind.
+    const KINDS: [(&str, &str); 2] =
+        [("ratelimit", "ratelimit"), ("x-ratelimit-", "x-ratelimit-limit")];
+
+    /// Removes the headers from the response of an upstream.
+    pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
+        let is_rate_limit = |name: &&HeaderName| {
+            Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
+        };
+        let names: Vec<HeaderName> = headers.keys().filter(is_rate_limit).cloned().collect();
+        if names.is_empty() {
+            return None;
+        }
+        let mut taken = HeaderMap::new();
+        for name in names {
+            for value in headers.get_all(&name) {
+                taken.append(&name, value.clone());
+            }
+            headers.remove(&name);
+        }
+        Some(Self(taken))
+    }
+
+    /// Restores the headers of each kind that the gateway did not add.
+    fn restore(&self, headers: &mut HeaderMap) {
+        for (prefix, added) in Self::KINDS {
+            if !headers.contains_key(added) {
+                let of_kind = self.0.iter().filter(|(name, _)| name.as_str().starts_with(prefix));
+                for (name, value) in of_kind {
+                    headers.append(name, value.clone());
+                }
+            }
+        }
+    }
+}

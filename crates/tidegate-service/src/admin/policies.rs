@@ -1,0 +1,166 @@
+//! `GET /v1/policies`: the policies and Envoy's rules that are in use.
+
+use std::collections::BTreeMap;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use tidegate::{Algorithm, Cost, KeySource, Policy, Quota};
+
+use super::{AccessProblems, Admin};
+use crate::metrics::Metrics;
+use crate::state::ActiveConfig;
+use tidegate_config::envoy::{Limit, Rule, RuleMode};
+
+/// Maximum number of overrides that are listed per policy.
+const MAX_OVERRIDES: usize = 100;
+
+/// Policies and rules of Envoy that are in use
+#[utoipa::path(
+    get, path = "/v1/policies", operation_id = "policies",
+    responses(
+        (status = 200, description = "Policies", body = Vec<PolicyBody<'static>>),
+        AccessProblems,
+    )
+)]
+pub(super) async fn handle(State(admin): State<Admin>) -> Response {
+    let active = admin.state.active();
+    let metrics = &admin.state.metrics;
+    let policies = active.policies().iter();
+    let policies = policies.map(|policy| PolicyBody::of_policy(policy, &active, metrics));
+    let rules = active.envoy.rules.rules().filter_map(|rule| PolicyBody::of_rule(rule, &active));
+    Json(policies.chain(rules).collect::<Vec<_>>()).into_response()
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+struct PolicyBody<'a> {
+    name: &'a str,
+    /// Patterns by attribute. All attributes must match, each by any of its patterns.
+    #[serde(rename = "match")]
+    #[schema(value_type = BTreeMap<String, Vec<String>>)]
+    matches: BTreeMap<&'a str, &'a [String]>,
+    key: Vec<&'a str>,
+    missing_key: &'static str,
+    #[serde(flatten)]
+    quota: QuotaBody,
+    cost: CostBody<'a>,
+    mode: &'static str,
+    on_store_failure: &'static str,
+    show_keys: &'static str,
+    overrides: Vec<OverrideBody>,
+    override_count: usize,
+    /// Whether a request has matched it since the start. Rules have no such field.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matched: Option<bool>,
+    /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rule: Option<&'a str>,
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+#[schema(as = PolicyQuota)]
+struct QuotaBody {
+    algorithm: &'static str,
+    /// Null for an algorithm that has only one.
+    encoding: Option<&'static str>,
+    count_denied: bool,
+    limit: u64,
+    window_ms: u128,
+    burst: u64,
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+#[serde(untagged)]
+enum CostBody<'a> {
+    Fixed(u64),
+    Attribute { attribute: &'a str, default: u64, max: u64 },
+}
+
+/// Quota of one key.
+#[derive(Serialize, utoipa::ToSchema)]
+struct OverrideBody {
+    /// In the form that the policy shows.
+    key: String,
+    #[serde(flatten)]
+    quota: QuotaBody,
+}
+
+impl<'a> PolicyBody<'a> {
+    fn of_policy(policy: &'a Policy, active: &ActiveConfig, metrics: &Metrics) -> Self {
+        let mut overrides: Vec<(&str, &Quota)> = policy.overrides().collect();
+        overrides.sort_unstable_by_key(|(key, _)| *key);
+        overrides.truncate(MAX_OVERRIDES);
+        let shown = |(key, quota): (&str, &Quota)| OverrideBody {
+            key: active.shown_key(policy.name(), key.to_owned()),
+            quota: QuotaBody::new(quota),
+        };
+        Self {
+            name: policy.name(),
+            matches: policy.conditions().collect(),
+            key: policy.key().iter().map(KeySource::as_str).collect(),
+            missing_key: policy.missing_key().as_str(),
+            quota: QuotaBody::new(policy.quota()),
+            cost: match policy.cost() {
+                Cost::Fixed(units) => CostBody::Fixed(*units),
+                Cost::Attribute { name, default, max } => {
+                    CostBody::Attribute { attribute: name, default: *default, max: *max }
+                }
+            },
+            mode: policy.mode().as_str(),
+            on_store_failure: policy.on_store_failure().as_str(),
+            show_keys: policy.show_keys().as_str(),
+            overrides: overrides.into_iter().map(shown).collect(),
+            override_count: policy.override_count(),
+            matched: Some(metrics.has_matched(policy.name())),
+            rule: None,
+        }
+    }
+
+    /// Returns `None` for a rule without a limit, for which nothing is counted.
+    fn of_rule(rule: &'a Rule, active: &ActiveConfig) -> Option<Self> {
+        let quota = match &rule.limit {
+            Limit::Unlimited => return None,
+            Limit::Zero(_, window) => QuotaBody {
+                algorithm: active.envoy.algorithm.as_str(),
+                encoding: None,
+                count_denied: false,
+                limit: 0,
+                window_ms: window.as_millis(),
+                burst: 0,
+            },
+            Limit::Quota(_, quota) => QuotaBody::new(quota),
+        };
+        let mode = if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode };
+        Some(Self {
+            name: &rule.path,
+            matches: BTreeMap::new(),
+            key: rule.keys.iter().map(String::as_str).collect(),
+            missing_key: "skip",
+            quota,
+            cost: CostBody::Fixed(1),
+            mode: mode.as_str(),
+            on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
+            show_keys: rule.show_keys().as_str(),
+            overrides: Vec::new(),
+            override_count: 0,
+            matched: None,
+            rule: rule.name.as_deref(),
+        })
+    }
+}
+
+impl QuotaBody {
+    fn new(quota: &Quota) -> Self {
+        let has_encodings =
+            matches!(quota.algorithm(), Algorithm::SlidingLog | Algorithm::SlidingCounter);
+        Self {
+            algorithm: quota.algorithm().as_str(),
+            encoding: has_encodings.then(|| quota.encoding().as_str()),
+            count_denied: quota.count_denied(),
+            limit: quota.limit(),
+            window_ms: quota.window().as_millis(),
+            burst: quota.burst(),
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Charges of each descriptor: by a rule of ratelimit's files, by the limit in the request, or by
+//! Tidegate's policies.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use prost_types::Struct;
+use tidegate::PreparedCharge;
+use tidegate::{Action, Decision, Enforcement, Mode, OnStoreFailure, Policy, Source};
+use tonic::Status;
+
+use crate::state::ActiveConfig;
+use tidegate_api::duration;
+use tidegate_api::envoy::extensions::common::ratelimit::v3::{
+    RateLimitDescriptor, rate_limit_descriptor::RateLimitOverride,
+};
+use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_api::envoy::r#type::v3::RateLimitUnit;
+use tidegate_config::EnvoyConfig;
+use tidegate_config::envoy::{self as rules, Limit, MatchedRule, Rule, Unit};
+
+/// Limit of a descriptor.
+pub(super) enum DescriptorPlan<'a> {
+    /// No rule or policy applies.
+    NoLimit,
+    /// A rule with `unlimited` applies.
+    Unlimited,
+    Limited(LimitedDescriptor<'a>),
+}
+
+/// Descriptor with charges.
+pub(super) struct LimitedDescriptor<'a> {
+    pub(super) limit: u64,
+    pub(super) unit: Option<Unit>,
+    pub(super) name: Option<&'a str>,
+    /// Metadata of the rule.
+    pub(super) metadata: Option<&'a Struct>,
+    /// Number of charges, which follow those of the earlier descriptors.
+    pub(super) charges: usize,
+}
+
+/// Hits of a descriptor: the units to charge or to refund.
+#[derive(Clone, Copy)]
+struct Hits {
+    /// Number of units, if it is explicit.
+    cost: Option<u64>,
+    action: Action,
+    /// Whether it is an explicit refund of 0, whose status is OK even if the limit is exceeded.
+    never_denies: bool,
+}
+
+impl Hits {
+    fn new(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Self {
+        let is_refund = descriptor.is_negative_hits;
+        let explicit = match descriptor.hits_addend {
+            None if request.hits_addend == 0 => None,
+            None => Some(u64::from(request.hits_addend)),
+            own => own,
+        };
+        // Explicit hits may report finished work, for which Envoy ignores the response, so they
+        // are recorded even beyond the limit. Explicit hits of 0 ask whether it is exceeded.
+        let action = match explicit {
+            Some(0) => Action::Peek,
+            _ if is_refund => Action::Refund,
+            Some(_) => Action::Report,
+            None => Action::Acquire,
+        };
+        Self { cost: explicit, action, never_denies: is_refund && action == Action::Peek }
+    }
+
+    /// Returns the charge with these hits.
+    fn apply_to(self, charge: PreparedCharge<'_>, enforcement: Enforcement) -> PreparedCharge<'_> {
+        // A failed refund is answered with OK, too: an error would let the other descriptors pass.
+        let ignores_errors =
+            self.action == Action::Refund && charge.on_store_failure() != OnStoreFailure::Error;
+        let is_ignored = self.never_denies || ignores_errors;
+        let enforcement = if is_ignored { Enforcement::Shadow } else { enforcement };
+        let charge = match self.cost {
+            Some(cost) => charge.with_cost(cost),
+            None => charge,
+        };
+        // Negative hits have no time. As upstream does, they are taken from the current count.
+        charge
+            .with_action(self.action)
+            .with_unknown_time_allowed()
+            .with_capped_cost()
+            .with_enforcement(enforcement)
+    }
+}
+
+/// Returns a plan for each descriptor, and the charges of all descriptors.
+pub(super) fn for_request<'a>(
+    active: &'a ActiveConfig,
+    request: &RateLimitRequest,
+) -> Result<(Vec<DescriptorPlan<'a>>, Vec<PreparedCharge<'a>>), Status> {
+    let found_rules: Vec<Option<MatchedRule<'_>>> = request
+        .descriptors
+        .iter()
+        .map(|descriptor| match descriptor.limit {
+            Some(_) => None,
+            None => active.envoy.rules.find(&request.domain, entries(descriptor)),
+        })
+        .collect();
+    let replaced: Vec<&str> = found_rules
+        .iter()
+        .flatten()
+        .flat_map(|matched| matched.rule.replaces.iter().map(String::as_str))
+        .collect();
+    let is_replaced =
+        |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
+    let mut plans = Vec::with_capacity(found_rules.len());
+    let mut charges = Vec::with_capacity(found_rules.len());
+    for (descriptor, matched) in request.descriptors.iter().zip(found_rules) {
+        let hits = Hits::new(request, descriptor);
+        plans.push(match (descriptor.limit, matched) {
+            (Some(limit), _) => {
+                by_override(active, &request.domain, descriptor, limit, hits, &mut charges)?
+            }
+            (None, None) => by_policies(active, &request.domain, descriptor, hits, &mut charges)?,
+            (None, Some(matched))
+                if is_replaced(matched.rule) && matched.rule.limit != Limit::Unlimited =>
+            {
+                DescriptorPlan::NoLimit
+            }
+            (None, Some(matched)) => by_rule(&active.envoy, matched, hits, &mut charges),
+        });
+    }
+    Ok((plans, charges))
+}
+
+fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&str, &str)> {
+    descriptor.entries.iter().map(|entry| (entry.key.as_str(), entry.value.as_str()))
+}
+
+/// Charges by a rule of the files.
+fn by_rule<'a>(
+    envoy: &EnvoyConfig,
+    matched: MatchedRule<'a>,
+    hits: Hits,
+    charges: &mut Vec<PreparedCharge<'a>>,
+) -> DescriptorPlan<'a> {
+    let MatchedRule { rule, metric, key } = matched;
+    let (unit, limit, charge) = match &rule.limit {
+        Limit::Unlimited => return DescriptorPlan::Unlimited,
+        Limit::Zero(unit, window) => {
+            let denial = zero_limit_denial(*window);
+            (*unit, 0, PreparedCharge::of_zero_limit(&rule.path, key, denial))
+        }
+        Limit::Quota(unit, quota) => {
+            (*unit, quota.limit(), PreparedCharge::new(&rule.path, key, quota))
+        }
+    };
+    let charge = charge.with_on_store_failure(envoy.on_store_failure_of(rule));
+    charges.push(hits.apply_to(charge, rule.mode.into()).with_metric_name(metric));
+    let (unit, name) = (Some(unit), rule.name.as_deref());
+    let metadata = rule.metadata.as_ref();
+    DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name, metadata, charges: 1 })
+}
+
+/// Returns the denial of a limit of 0, with a wait until the next window starts.
+fn zero_limit_denial(window: Duration) -> Decision {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let window = duration::micros(window).max(1);
+    let wait = Duration::from_micros(window - duration::micros(now) % window);
+    Decision::deny(0, wait).with_source(Source::Deny)
+}
+
+/// Charges by the limit in the request. It replaces the limit of the descriptor's rule, but counts
+/// on, if both have the same window.
+fn by_override<'a>(
+    active: &'a ActiveConfig,
+    domain: &str,
+    descriptor: &RateLimitDescriptor,
+    limit_override: RateLimitOverride,
+    hits: Hits,
+    charges: &mut Vec<PreparedCharge<'a>>,
+) -> Result<DescriptorPlan<'a>, Status> {
+    let unit = match limit_override.unit() {
+        RateLimitUnit::Second => Unit::Second,
+        RateLimitUnit::Minute => Unit::Minute,
+        RateLimitUnit::Hour => Unit::Hour,
+        RateLimitUnit::Day => Unit::Day,
+        RateLimitUnit::Week => Unit::Week,
+        RateLimitUnit::Month => Unit::Month,
+        RateLimitUnit::Year => Unit::Year,
+        RateLimitUnit::Unknown => {
+            return Err(Status::invalid_argument("the limit of a descriptor has no unit"));
+        }
+    };
+    let found = active.envoy.rules.find(domain, entries(descriptor));
+    let shared = found.and_then(|matched| match &matched.rule.limit {
+        Limit::Quota(_, quota) if quota.window() == unit.window() => Some((matched, quota)),
+        _ => None,
+    });
+    let algorithm = shared.as_ref().map_or(active.envoy.algorithm, |(_, quota)| quota.algorithm());
+    let limit =
+        Limit::new(algorithm, limit_override.requests_per_unit, 1, unit).map_err(|error| {
+            Status::invalid_argument(format!("the limit of a descriptor is invalid: {error}"))
+        })?;
+    let on_store_failure = shared.as_ref().map_or(active.envoy.on_store_failure, |(matched, _)| {
+        active.envoy.on_store_failure_of(matched.rule)
+    });
+    let (policy, metric) = match shared {
+        Some((matched, _)) => (Cow::Borrowed(matched.rule.path.as_str()), matched.metric),
+        None => {
+            // The metric has no values: clients choose them, so their number is unbounded.
+            let without_values = entries(descriptor).map(|(key, _)| (key, ""));
+            let metric = rules::metric_name(domain, without_values);
+            (Cow::Owned(rules::override_name(algorithm, unit)), Cow::Owned(metric))
+        }
+    };
+    let key = rules::counter_key(domain, entries(descriptor));
+    let charge = match limit {
+        Limit::Quota(_, quota) => PreparedCharge::with_own_quota(policy, key, quota),
+        _ => PreparedCharge::of_zero_limit(policy, key, zero_limit_denial(unit.window())),
+    };
+    let charge = charge.with_on_store_failure(on_store_failure);
+    charges.push(hits.apply_to(charge, Enforcement::Enforce).with_metric_name(metric));
+    let (limit, unit) = (u64::from(limit_override.requests_per_unit), Some(unit));
+    let plan = LimitedDescriptor { limit, unit, name: None, metadata: None, charges: 1 };
+    Ok(DescriptorPlan::Limited(plan))
+}
+
+/// Charges by policies that reference `domain` or `descriptor.KEY`.
+fn by_policies<'a>(
+    active: &'a ActiveConfig,
+    domain: &str,
+    descriptor: &RateLimitDescriptor,
+    hits: Hits,
+    charges: &mut Vec<PreparedCharge<'a>>,
+) -> Result<DescriptorPlan<'a>, Status> {
+    let attributes: BTreeMap<String, String> = descriptor
+        .entries
+        .iter()
+        .map(|entry| (format!("descriptor.{}", entry.key), entry.value.clone()))
+        .chain([("domain".to_owned(), domain.to_owned())])
+        .collect();
+    let references_envoy = |policy: &Policy| {
+        policy.references().any(|name| name == "domain" || name.starts_with("descriptor."))
+    };
+    let selection = active
+        .limiter
+        .select_where(&attributes, hits.cost.map(|cost| cost.max(1)), references_envoy)
+        .map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let counted = selection.charges.iter().map(|selected| (selected.policy(), selected.quota()));
+    let rejections = selection.rejected_by.into_iter().chain(selection.shadow_rejections);
+    let rejections: Vec<&Policy> = rejections.collect();
+    let uncounted = rejections.iter().map(|policy| (*policy, policy.quota()));
+    let Some((policy, quota)) = counted.chain(uncounted).next() else {
+        return Ok(DescriptorPlan::NoLimit);
+    };
+    let plan = LimitedDescriptor {
+        limit: quota.limit(),
+        unit: Unit::ALL.into_iter().find(|unit| unit.window() == quota.window()),
+        name: Some(policy.name()),
+        metadata: None,
+        charges: selection.charges.len() + rejections.len(),
+    };
+    let missing = selection.missing_attribute;
+    let rejected = |policy: &'a Policy| {
+        PreparedCharge::rejected(policy, missing.filter(|_| policy.mode() == Mode::Enforce))
+    };
+    charges.extend(selection.charges.into_iter().map(|selected| {
+        let enforcement = selected.policy().mode().into();
+        hits.apply_to(PreparedCharge::of_selected(selected), enforcement)
+    }));
+    charges.extend(
+        rejections.into_iter().map(|policy| hits.apply_to(rejected(policy), policy.mode().into())),
+    );
+    Ok(DescriptorPlan::Limited(plan))
+}

@@ -1,0 +1,26 @@
+//! Rate limit service: the state that all front doors share, the doors (HTTP API, Envoy, Redis
+//! protocol, admin), metrics, logs and reload.
+#![allow(
+    missing_docs,
+    clippy::must_use_candidate,
+    clippy::missing_panics_doc,
+    reason = "an internal crate of the binary `tidegate`"
+)]
+
+mod admin;
+pub mod api;
+mod auth;
+mod backend;
+mod envoy;
+#[cfg(test)]
+#[path = "../../tidegate/tests/support/fuzz.rs"]
+#[allow(dead_code, reason = "other crates use more of it")]
+mod fuzz;
+mod hot_keys;
+pub mod logs;
+pub mod metrics;
+mod observer;
+pub mod reload;
+mod resp;
+pub mod serve;
+pub mod state;

@@ -1,0 +1,477 @@
+//! Metrics in Prometheus's text format. Each thread counts its decisions for itself ([`Counters`]).
+//!
+//! A key is never a label, because the number of keys is unbounded.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tidegate::{MemoryStore, Source, StoreError};
+
+use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
+use crate::auth::AuthFailures;
+use crate::backend::{Backend, RedisBackend};
+use crate::envoy::RejectionCounters;
+use crate::logs::{self, panics};
+use crate::resp::RespCounters;
+use tidegate_net::listener::ClosedConnections;
+
+pub mod counters;
+pub mod histogram;
+pub mod process;
+mod redis;
+mod requests;
+pub mod stalls;
+
+pub use counters::Counters;
+pub use histogram::Histogram;
+pub use requests::{RequestOutcome, Requests};
+
+#[derive(Debug)]
+pub struct Metrics {
+    /// Outcomes of every policy since the start, so that a reload resets no counter.
+    outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
+    /// Number of names in `outcomes` that stem from limit overrides in requests.
+    override_names: AtomicUsize,
+    sources: Counters<{ SOURCES.len() }>,
+    pub requests: Requests,
+    pub store_seconds: Histogram,
+    store_errors: [AtomicU64; ERROR_KINDS.len()],
+    reload_successes: AtomicU64,
+    reload_failures: AtomicU64,
+    /// Forward-auth requests by the part of the original request that is missing.
+    incomplete_forward_auth: [AtomicU64; PARTS],
+    upstream_retries: AtomicU64,
+    pub closed_connections: Arc<ClosedConnections>,
+    pub envoy_rejections: RejectionCounters,
+    pub resp: RespCounters,
+    pub auth_failures: AuthFailures,
+}
+
+/// Decisions of one policy, by outcome.
+#[derive(Debug, Default)]
+pub struct Outcomes(Counters<{ FALLBACK + FALLBACKS.len() }>);
+
+/// Indexes of the counters of a policy.
+const ALLOWED: usize = 0;
+const DENIED: usize = 1;
+const SHADOW_DENIED: usize = 2;
+const MISSING_KEY: usize = 3;
+const NEAR_LIMIT: usize = 4;
+/// Index of the first of the decisions of a fallback, by source.
+const FALLBACK: usize = 5;
+
+/// Maximum number of policy names, including those that requests create by matching rules.
+const MAX_NAMES: usize = 2_000;
+/// Maximum number of names that stem from limit overrides in requests.
+const MAX_OVERRIDE_NAMES: usize = 200;
+pub const SOURCES: [Source; 6] = [
+    Source::Store,
+    Source::DenyCache,
+    Source::Local,
+    Source::Allow,
+    Source::Deny,
+    Source::MissingKey,
+];
+/// Sources of decisions during an outage of the store.
+const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
+const ERROR_KINDS: [&str; 6] =
+    ["full", "timeout", "unreachable", "refused", "misconfigured", "permission"];
+
+impl Outcomes {
+    pub fn count(&self, allowed: bool, shadow: bool) {
+        let counter = match (allowed, shadow) {
+            (true, _) => ALLOWED,
+            (false, false) => DENIED,
+            (false, true) => SHADOW_DENIED,
+        };
+        self.0.add(counter, 1);
+    }
+
+    /// Counts a request that lacks the policy's key.
+    pub fn count_missing_key(&self) {
+        self.0.add(MISSING_KEY, 1);
+    }
+
+    /// Counts units that were admitted near the limit.
+    pub fn count_near_limit(&self, units: u64) {
+        if units > 0 {
+            self.0.add(NEAR_LIMIT, units);
+        }
+    }
+
+    pub fn count_source(&self, source: Source) {
+        if let Some(index) = FALLBACKS.iter().position(|known| *known == source) {
+            self.0.add(FALLBACK + index, 1);
+        }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            outcomes: RwLock::default(),
+            override_names: AtomicUsize::new(0),
+            sources: Counters::default(),
+            requests: Requests::default(),
+            store_seconds: Histogram::of_decisions(),
+            store_errors: Default::default(),
+            reload_successes: AtomicU64::new(0),
+            reload_failures: AtomicU64::new(0),
+            incomplete_forward_auth: Default::default(),
+            upstream_retries: AtomicU64::new(0),
+            closed_connections: Arc::default(),
+            envoy_rejections: RejectionCounters::default(),
+            resp: RespCounters::default(),
+            auth_failures: AuthFailures::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// Returns the counters of a policy.
+    pub fn outcomes(&self, policy: &str) -> Arc<Outcomes> {
+        let mut all = self.outcomes.write().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.entry(policy.to_owned()).or_default())
+    }
+
+    /// Returns the counters of a rule, or of a limit override, by its metric name. The name may
+    /// contain values of requests, so once there are too many names, `common` is used instead.
+    pub fn envoy_outcomes(&self, metric: &str, common: &str, is_rule: bool) -> Arc<Outcomes> {
+        let known = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        let has_room = if is_rule {
+            known.len() < MAX_NAMES
+        } else {
+            self.override_names.load(Ordering::Relaxed) < MAX_OVERRIDE_NAMES
+        };
+        let name = if has_room || known.contains_key(metric) { metric } else { common };
+        if let Some(outcomes) = known.get(name) {
+            return Arc::clone(outcomes);
+        }
+        drop(known);
+        self.override_names.fetch_add(usize::from(!is_rule), Ordering::Relaxed);
+        self.outcomes(name)
+    }
+
+    pub fn count_source(&self, source: Source) {
+        if let Some(index) = SOURCES.iter().position(|known| *known == source) {
+            self.sources.add(index, 1);
+        }
+    }
+
+    pub fn count_store_call(&self, duration: Duration, error: Option<&StoreError>) {
+        self.store_seconds.observe(duration);
+        if let Some(error) = error {
+            self.count_store_error(error);
+        }
+    }
+
+    pub fn count_store_error(&self, error: &StoreError) {
+        // A lost answer is counted by its reason.
+        let kind = match error.reason() {
+            StoreError::Full { .. } | StoreError::OutOfMemory(_) => 0,
+            StoreError::Timeout(_) => 1,
+            StoreError::Unreachable(_) => 2,
+            StoreError::Misconfigured(_) => 4,
+            StoreError::NotPermitted(_) => 5,
+            _ => 3,
+        };
+        self.store_errors[kind].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of decisions by source, in the order of [`SOURCES`].
+    pub fn source_totals(&self) -> [u64; SOURCES.len()] {
+        self.sources.totals()
+    }
+
+    /// Calls a closure with each policy and the number of its decisions by outcome: allowed,
+    /// denied, denied in shadow mode.
+    pub fn for_each_policy(&self, mut visit: impl FnMut(&str, [u64; 3])) {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        for (policy, outcomes) in all.iter() {
+            visit(policy, [ALLOWED, DENIED, SHADOW_DENIED].map(|index| outcomes.0.total(index)));
+        }
+    }
+
+    /// Returns whether a request has matched the policy since the start, even one without its key.
+    pub fn has_matched(&self, policy: &str) -> bool {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        let counters = [ALLOWED, DENIED, SHADOW_DENIED, MISSING_KEY];
+        all.get(policy).is_some_and(|it| counters.iter().any(|index| it.0.total(*index) > 0))
+    }
+
+    /// Writes which of these policies no request has matched.
+    pub fn write_unmatched<'a>(&self, text: &mut String, policies: impl Iterator<Item = &'a str>) {
+        let name = "tidegate_policy_unmatched";
+        head(text, name, "gauge", "Whether no request has matched the policy since the start.");
+        for policy in policies {
+            let (label, unmatched) = (escaped(policy), !self.has_matched(policy));
+            let _ = writeln!(text, "{name}{{policy=\"{label}\"}} {}", u8::from(unmatched));
+        }
+    }
+
+    pub fn count_reload(&self, success: bool) {
+        let counter = if success { &self.reload_successes } else { &self.reload_failures };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn count_incomplete_forward_auth(&self, part: usize) {
+        self.incomplete_forward_auth[part].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a request that the gateway sends again.
+    pub fn count_upstream_retry(&self) {
+        self.upstream_retries.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Writes the counters of each policy.
+    fn write_outcomes(&self, text: &mut String) {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        head(text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
+        for (policy, outcomes) in all.iter() {
+            let policy = escaped(policy);
+            for (outcome, counter) in
+                [("allowed", ALLOWED), ("denied", DENIED), ("shadow_denied", SHADOW_DENIED)]
+            {
+                let labels = format!("policy=\"{policy}\",outcome=\"{outcome}\"");
+                let count = outcomes.0.total(counter);
+                let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {count}");
+            }
+        }
+        head(
+            text,
+            "tidegate_missing_key_total",
+            "counter",
+            "Requests that lack the key of a policy, by policy.",
+        );
+        for (policy, outcomes) in all.iter() {
+            let (policy, count) = (escaped(policy), outcomes.0.total(MISSING_KEY));
+            let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
+        }
+        head(
+            text,
+            "tidegate_near_limit_total",
+            "counter",
+            "Units admitted near the limit, by policy.",
+        );
+        for (policy, outcomes) in all.iter() {
+            let (policy, count) = (escaped(policy), outcomes.0.total(NEAR_LIMIT));
+            let _ = writeln!(text, "tidegate_near_limit_total{{policy=\"{policy}\"}} {count}");
+        }
+        head(
+            text,
+            "tidegate_fallback_decisions_total",
+            "counter",
+            "Decisions of the fallback during an outage of the store, by policy and source.",
+        );
+        for (policy, outcomes) in all.iter() {
+            let policy = escaped(policy);
+            for (source, counter) in FALLBACKS.iter().zip(FALLBACK..) {
+                let labels = format!("policy=\"{policy}\",source=\"{source}\"");
+                let count = outcomes.0.total(counter);
+                let _ = writeln!(text, "tidegate_fallback_decisions_total{{{labels}}} {count}");
+            }
+        }
+    }
+
+    /// Writes the metrics of the Redis protocol.
+    fn write_resp(&self, text: &mut String) {
+        let numbers = [
+            (
+                "tidegate_resp_connections",
+                "gauge",
+                "Open connections of Redis clients.",
+                self.resp.connections(),
+            ),
+            (
+                "tidegate_resp_errors_total",
+                "counter",
+                "Error replies to Redis clients.",
+                self.resp.errors(),
+            ),
+        ];
+        write_numbers(text, &numbers);
+        write_labelled(
+            text,
+            ("tidegate_resp_commands_total", "command"),
+            "Commands of Redis clients, by command.",
+            self.resp.commands(),
+        );
+    }
+
+    /// Returns all metrics in the text format, version 0.0.4.
+    pub fn text(&self, backend: &Backend) -> String {
+        let mut text = String::with_capacity(8 * 1024);
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        self.write_outcomes(&mut text);
+        write_labelled(
+            &mut text,
+            ("tidegate_decision_sources_total", "source"),
+            "Decisions by source.",
+            SOURCES.iter().zip(self.sources.totals()),
+        );
+        self.requests.write(&mut text);
+        self.store_seconds.write(
+            &mut text,
+            "tidegate_store_seconds",
+            "Duration of a call to Redis.",
+        );
+        write_labelled(
+            &mut text,
+            ("tidegate_envoy_rejections_total", "reason"),
+            "Calls of Envoy that were denied because they cannot be decided, by reason.",
+            self.envoy_rejections.counts(),
+        );
+        write_labelled(
+            &mut text,
+            ("tidegate_store_errors_total", "kind"),
+            "Failed calls to the store, by kind of error.",
+            ERROR_KINDS.iter().zip(self.store_errors.iter().map(load)),
+        );
+        write_memory(&mut text, backend.memory_store());
+        let is_up = backend.redis().is_none_or(RedisBackend::is_up);
+        let help = "Whether the store is available.";
+        write_numbers(&mut text, &[("tidegate_store_up", "gauge", help, u64::from(is_up))]);
+        if let Some(redis) = backend.redis() {
+            redis::write(&mut text, redis);
+        }
+        write_labelled(
+            &mut text,
+            ("tidegate_config_reloads_total", "outcome"),
+            "Reloads of the configuration, by outcome.",
+            [("success", load(&self.reload_successes)), ("failure", load(&self.reload_failures))],
+        );
+        write_labelled(
+            &mut text,
+            ("tidegate_forward_auth_incomplete_total", "missing"),
+            "Forward-auth requests without a header that policies need, by the missing part.",
+            PART_NAMES.iter().zip(self.incomplete_forward_auth.iter().map(load)),
+        );
+        let numbers = [
+            (
+                "tidegate_upstream_retries_total",
+                "counter",
+                "Requests that the gateway sent again, to the same or to another upstream.",
+                load(&self.upstream_retries),
+            ),
+            (
+                "tidegate_panics_total",
+                "counter",
+                "Panics, each a defect to be reported.",
+                panics::count(),
+            ),
+        ];
+        write_numbers(&mut text, &numbers);
+        write_labelled(
+            &mut text,
+            ("tidegate_log_lines_total", "outcome"),
+            "Lines of the log on standard error, by outcome.",
+            logs::line_counts(),
+        );
+        stalls::write(&mut text);
+        write_labelled(
+            &mut text,
+            ("tidegate_connections_closed_total", "reason"),
+            "Connections that were closed early or refused, by reason.",
+            self.closed_connections.counts(),
+        );
+        write_labelled(
+            &mut text,
+            ("tidegate_auth_failures_total", "listener"),
+            "Wrong tokens of clients, by listener.",
+            self.auth_failures.counts(),
+        );
+        self.write_resp(&mut text);
+        head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
+        let _ =
+            writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+        text
+    }
+}
+
+/// Writes a counter for each value of a label.
+pub fn write_labelled(
+    text: &mut String,
+    (name, label): (&str, &str),
+    help: &str,
+    counts: impl IntoIterator<Item = (impl std::fmt::Display, u64)>,
+) {
+    head(text, name, "counter", help);
+    for (value, count) in counts {
+        let _ = writeln!(text, "{name}{{{label}=\"{value}\"}} {count}");
+    }
+}
+
+/// Writes metrics without labels: name, type, help and value.
+pub fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64)]) {
+    for (name, kind, help, number) in numbers {
+        head(text, name, kind, help);
+        let _ = writeln!(text, "{name} {number}");
+    }
+}
+
+/// Writes the hash of the active configuration.
+pub fn write_config_info(text: &mut String, hash: &str) {
+    let name = "tidegate_config_info";
+    head(text, name, "gauge", "Hash of the active configuration.");
+    let _ = writeln!(text, "{name}{{hash=\"{hash}\"}} 1");
+}
+
+/// Writes the metrics of the counts in this process.
+fn write_memory(text: &mut String, memory: &MemoryStore) {
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let numbers = [
+        (
+            "tidegate_memory_keys",
+            "gauge",
+            "Keys in the memory of this process.",
+            count(memory.keys()),
+        ),
+        (
+            "tidegate_memory_max_keys",
+            "gauge",
+            "Keys that the memory of this process has room for.",
+            count(memory.max_keys()),
+        ),
+        (
+            "tidegate_memory_evicted_keys_total",
+            "counter",
+            "Keys within their quota that full memory forgot to make room for new ones.",
+            memory.evicted_keys(),
+        ),
+    ];
+    write_numbers(text, &numbers);
+}
+
+/// Writes the description and the type of a metric.
+pub fn head(text: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+/// Escapes the value of a label.
+pub fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory() -> Backend {
+        Backend::memory(tidegate::MemoryStore::new(), Arc::default())
+    }
+
+    #[test]
+    fn policy_names_are_escaped_in_labels() {
+        let metrics = Metrics::default();
+        metrics.outcomes("a\"} 1\nb\\").count(true, false);
+        let backend = memory();
+        assert!(
+            metrics
+                .text(&backend)
+                .contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#)
+        );
+    }
+}

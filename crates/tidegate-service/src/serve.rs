@@ -1,0 +1,464 @@
+//! `tidegate serve` and `tidegate gateway`: startup, signal handling, drain and shutdown.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tidegate::RedisStore;
+use tokio::runtime::{self, Runtime};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::admin::{self, Admin, Live};
+use crate::api::browser::BrowserGuard;
+use crate::envoy::Envoy;
+use crate::metrics::stalls;
+use crate::reload::ConfigSource;
+use crate::resp::Resp;
+use crate::state::ServerState;
+use crate::{api, reload};
+use tidegate_config::{Config, GatewayConfig, Listen, OPEN_LISTENER, RedisConfig, StoreConfig};
+use tidegate_net::ListenAddress;
+use tidegate_net::listener::{self, ListenerConfig, MaxAge, Socket};
+
+/// Time that in-flight requests have to complete after SIGTERM or SIGINT.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(8);
+/// The admin listener shuts down after all others and has only short requests.
+const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time that in-flight requests of the API have to complete on a connection that has reached
+/// `listen.max_connection_age`.
+const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time limit for settling pending debits during shutdown.
+const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Maximum time an API client may go without reading any of its response.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of parallel HTTP/2 streams of a connection.
+const MAX_STREAMS: u32 = 256;
+/// The same for the admin listener, whose responses may be large.
+const ADMIN_MAX_STREAMS: u32 = 16;
+/// Number of tasks that a busy thread runs before it looks for new requests of others. Tokio's own,
+/// 61, makes them wait for as many connections that pipeline requests.
+pub const EVENT_INTERVAL: u32 = 16;
+/// Wait between two checks for a connection to Redis at startup.
+const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Settings that only take effect after a restart.
+pub struct RestartOnlyConfig {
+    listen: Listen,
+    /// Without passwords and certificates, which a reload renews.
+    store: StoreConfig,
+    gateway: GatewayConfig,
+    /// Bound address of the admin listener, whatever the configuration says.
+    admin_address: ListenAddress,
+    /// The same for the Redis protocol.
+    resp_address: Option<ListenAddress>,
+}
+
+impl RestartOnlyConfig {
+    fn new(
+        config: &Config,
+        admin_address: &ListenAddress,
+        resp_address: Option<&ListenAddress>,
+    ) -> Self {
+        Self {
+            listen: config.listen.clone(),
+            store: config.store.without_credentials(),
+            gateway: config.gateway.clone(),
+            admin_address: admin_address.clone(),
+            resp_address: resp_address.cloned(),
+        }
+    }
+
+    /// Returns an error if the admin listener or the Redis protocol would be open to other hosts
+    /// without a token.
+    pub fn check(&self, config: &Config) -> Result<(), String> {
+        if let Some(address) = &self.resp_address
+            && config.tokens.of_api().is_none()
+            && address.is_remote()
+        {
+            return Err(format!(
+                "auth.api_token is missing, but the Redis protocol is bound to {address} until a \
+                 restart, where other hosts could use it without a token: set a token, or restart \
+                 with listen.resp on 127.0.0.1"
+            ));
+        }
+        let address = &self.admin_address;
+        if config.tokens.of_admin().is_some() || !address.is_remote() {
+            return Ok(());
+        }
+        Err(format!(
+            "auth.admin_token is missing, but the admin listener is bound to {address} until a \
+             restart, where other hosts could use it without a token: set a token, or restart with \
+             listen.admin on 127.0.0.1"
+        ))
+    }
+
+    /// Returns the sections of the new configuration whose changes need a restart.
+    pub fn changed_sections(&self, config: &Config) -> Vec<&'static str> {
+        let sections = [
+            ("listen", self.listen != config.listen),
+            ("gateway", self.gateway != config.gateway),
+            ("store", self.store != config.store.without_credentials()),
+        ];
+        sections.into_iter().filter(|(_, changed)| *changed).map(|(name, _)| name).collect()
+    }
+}
+
+/// Runs the API until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
+pub async fn serve(
+    config: Config,
+    source: ConfigSource,
+    check_redis: RedisCheck,
+    announce: impl FnOnce(&Listen),
+) -> anyhow::Result<()> {
+    let signals = Signals::new()?;
+    let mut listen = config.listen.clone();
+    let http_listener = bind(&listen, "http", &listen.http).await?;
+    let grpc_listener = bind(&listen, "grpc", &listen.grpc).await?;
+    (listen.http, listen.grpc) = (http_listener.address()?, grpc_listener.address()?);
+    let grace = Some(AGE_GRACE_TIMEOUT);
+    let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
+    let addresses = [("http", listen.http.clone()), ("grpc", listen.grpc.clone())];
+    let guard = Arc::new(BrowserGuard::of_api(&listen.allowed_hosts));
+    let warn = Box::new(move |config: &Config| warn_about_open_listeners(&addresses, config));
+    let service = Service::start(config, source, Hooks { warn, check_redis }).await?;
+    listen.admin = service.admin_address.clone();
+    listen.resp = service.resp_address.clone();
+
+    let state = &service.state;
+    let stopped = &service.stopped;
+    let http_service = {
+        let state = Arc::clone(state);
+        move |peer| api::service(&state, &guard, peer)
+    };
+    let http_task = tokio::spawn(listener::serve(
+        http_listener,
+        http_service,
+        current_tls(state),
+        client_network(state),
+        stopped.clone(),
+        ListenerConfig { max_age, ..listener_config(&listen, state) },
+    ));
+    let envoy = Envoy::new(Arc::clone(state), service.unready.subscribe()).await?;
+    let grpc_task = tokio::spawn(listener::serve(
+        grpc_listener,
+        move |peer| envoy.service(peer),
+        current_tls(state),
+        client_network(state),
+        stopped.clone(),
+        ListenerConfig { max_age, ..listener_config(&listen, state) },
+    ));
+    announce(&listen);
+    service.run(signals, [http_task, grpc_task]).await;
+    Ok(())
+}
+
+/// Returns the behaviour of a listener of the API.
+pub fn listener_config(listen: &Listen, state: &ServerState) -> ListenerConfig {
+    ListenerConfig {
+        max_connections: listen.max_connections,
+        max_connections_per_address: listen.max_connections_per_address,
+        proxy_protocol: listen.proxy_protocol.clone(),
+        max_streams: MAX_STREAMS,
+        idle_timeout: listen.idle_timeout,
+        closed: Arc::clone(&state.metrics.closed_connections),
+        drain_timeout: DRAIN_TIMEOUT,
+        max_age: None,
+        write_timeout: WRITE_TIMEOUT,
+        reject_ambiguous: false,
+        inline_streams: true,
+    }
+}
+
+/// Signal handlers, installed before anything else so that an early signal is not lost.
+pub struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    pub fn new() -> anyhow::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    /// Waits for the next signal to stop.
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// Logs warnings about the setup of a Redis. Arguments: the store, its configuration, and the
+/// largest limit of a log that is a sorted set.
+pub type RedisCheck = for<'a> fn(
+    &'a RedisStore,
+    &'a RedisConfig,
+    u64,
+) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
+
+/// Calls of a service to the program that runs it.
+pub struct Hooks {
+    /// Called with the configuration now and after each reload.
+    pub warn: Box<dyn Fn(&Config) + Send + Sync>,
+    pub check_redis: RedisCheck,
+}
+
+/// Parts that `serve` and `gateway` share: the state, the reload of its configuration, and the
+/// admin listener.
+pub struct Service {
+    pub state: Arc<ServerState>,
+    ready: Arc<AtomicBool>,
+    /// Turns true as soon as the instance is not ready, before the listeners stop.
+    unready: watch::Sender<bool>,
+    shutdown_delay: Duration,
+    stop: watch::Sender<bool>,
+    pub stopped: watch::Receiver<bool>,
+    pub admin_address: ListenAddress,
+    admin_stop: watch::Sender<bool>,
+    admin: JoinHandle<()>,
+    /// Redis protocol, if it is enabled.
+    pub resp_address: Option<ListenAddress>,
+    resp: Option<JoinHandle<()>>,
+}
+
+impl Service {
+    /// Starts the state and the admin listener.
+    pub async fn start(config: Config, source: ConfigSource, hooks: Hooks) -> anyhow::Result<Self> {
+        tidegate_net::raise_file_limit();
+        stalls::start(runtime::Handle::current().metrics())?;
+        (hooks.warn)(&config);
+        config.log_warnings();
+        let (mut files, store) = (config.files.clone(), config.store.clone());
+        files.extend(source.password_file.clone());
+        let Hooks { warn, check_redis } = hooks;
+        let largest_log = config.largest_sorted_log();
+        let listen = config.listen.clone();
+        let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
+        let admin_address = admin_listener.address()?;
+        let resp_listener = match &config.listen.resp {
+            Some(address) => Some(bind(&config.listen, "resp", address).await?),
+            None => None,
+        };
+        let resp_address = resp_listener.as_ref().map(Socket::address).transpose()?;
+        let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
+        let state = Arc::new(ServerState::start(config).await.context("store")?);
+        if let Some(file) = &source.file {
+            state.reloads.set_file(file.clone());
+        }
+        if let StoreConfig::Redis(config) = &store {
+            let config = RedisConfig::clone(config);
+            tokio::spawn(check_when_connected(
+                Arc::clone(&state),
+                config,
+                largest_log,
+                check_redis,
+            ));
+        }
+        let (stop, stopped) = watch::channel(false);
+        let ready = Arc::new(AtomicBool::new(true));
+        if !files.is_empty() {
+            // Compared with the file alone: flags for listeners are not a change of the file.
+            let loaded = source.load().map_err(anyhow::Error::new)?;
+            let restart_only =
+                RestartOnlyConfig::new(&loaded, &admin_address, resp_address.as_ref());
+            reload::watch(source, files, restart_only, warn, Arc::clone(&state))?;
+        }
+        // The admin listener stops last: `/readyz` must report 503 while requests are draining.
+        let (admin_stop, admin_stopped) = watch::channel(false);
+        let live = Live::start(&state, admin_stopped.clone());
+        let router = {
+            let (state, ready) = (Arc::clone(&state), Arc::clone(&ready));
+            admin::router(Admin { state, ready, guard, live })
+        };
+        let admin_tls = {
+            let state = Arc::clone(&state);
+            move || state.active().tls.as_ref().and_then(|tls| tls.admin.clone())
+        };
+        let admin = tokio::spawn(listener::serve(
+            admin_listener,
+            move |peer| listener::with_peer(&router, peer),
+            admin_tls,
+            client_network(&state),
+            admin_stopped,
+            ListenerConfig {
+                drain_timeout: ADMIN_DRAIN_TIMEOUT,
+                max_streams: ADMIN_MAX_STREAMS,
+                ..listener_config(&listen, &state)
+            },
+        ));
+        let shutdown_delay = listen.shutdown_delay;
+        let resp = resp_listener.map(|listener| {
+            tokio::spawn(serve_resp(listener, Arc::clone(&state), stopped.clone(), listen))
+        });
+        let (unready, _) = watch::channel(false);
+        Ok(Self {
+            state,
+            ready,
+            unready,
+            shutdown_delay,
+            stop,
+            stopped,
+            admin_address,
+            admin_stop,
+            admin,
+            resp_address,
+            resp,
+        })
+    }
+
+    /// Waits for a signal, then drains the listeners and shuts down.
+    pub async fn run(
+        self,
+        mut signals: Signals,
+        listeners: impl IntoIterator<Item = JoinHandle<()>>,
+    ) {
+        signals.next().await;
+        self.ready.store(false, Ordering::Relaxed);
+        let _ = self.unready.send(true);
+        if !self.shutdown_delay.is_zero() {
+            tracing::info!(
+                delay = ?self.shutdown_delay,
+                "not ready, accepting requests until the shutdown delay ends"
+            );
+            tokio::select! {
+                () = tokio::time::sleep(self.shutdown_delay) => {}
+                () = signals.next() => tracing::info!("second signal, shutdown delay skipped"),
+            }
+        }
+        tracing::info!("shutting down, draining in-flight requests");
+        let _ = self.stop.send(true);
+        for listener in listeners.into_iter().chain(self.resp) {
+            let _ = listener.await;
+        }
+        if let Some(redis) = self.state.backend.redis() {
+            // Debits of requests admitted during an outage would be lost with this process. The
+            // future is boxed because its type nests all stores.
+            let settle = Box::pin(redis.fallback().settle());
+            let _ = tokio::time::timeout(SETTLE_TIMEOUT, settle).await;
+        }
+        let _ = self.admin_stop.send(true);
+        let _ = self.admin.await;
+        tracing::info!("stopped");
+    }
+}
+
+/// Serves the Redis protocol.
+async fn serve_resp(
+    listener: Socket,
+    state: Arc<ServerState>,
+    stopped: watch::Receiver<bool>,
+    listen: Listen,
+) {
+    let config = ListenerConfig {
+        idle_timeout: listen.resp_idle_timeout,
+        ..listener_config(&listen, &state)
+    };
+    let (http_tls, network) = (current_tls(&state), client_network(&state));
+    let tls = || {
+        let mut config = rustls::ServerConfig::clone(&*http_tls()?);
+        // Clients of HTTP must not take this for one of its versions.
+        config.alpn_protocols.clear();
+        Some(Arc::new(config))
+    };
+    let budget = Resp::budget();
+    let is_remote = listener.address().is_ok_and(|address| address.is_remote());
+    let protocol = |peer| Resp::new(&state, &budget, peer, is_remote);
+    listener::serve_protocol(listener, protocol, tls, network, stopped, config).await;
+}
+
+/// Returns an error if a flag opens the Redis protocol to other hosts without a token.
+pub fn check_resp(config: &Config) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        config.tokens.of_api().is_some() || !config.listen.is_resp_remote(),
+        "--resp is not on loopback but auth.api_token is not set: set a token in the file, or \
+         listen on 127.0.0.1"
+    );
+    Ok(())
+}
+
+/// Warns about listeners of the API that other hosts can use without a token or a certificate.
+fn warn_about_open_listeners(addresses: &[(&str, ListenAddress)], config: &Config) {
+    for (listener, address) in config.open_listeners(addresses) {
+        tracing::warn!(listener, %address, "{OPEN_LISTENER}");
+    }
+}
+
+/// Checks the setup of Redis once it is connected.
+async fn check_when_connected(
+    state: Arc<ServerState>,
+    config: RedisConfig,
+    largest_log: u64,
+    check: RedisCheck,
+) {
+    let Some(redis) = state.backend.redis() else { return };
+    while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
+        tokio::time::sleep(STARTUP_POLL_INTERVAL).await;
+    }
+    check(redis.store(), &config, largest_log).await;
+}
+
+/// Returns a source of the current TLS settings: a reload replaces certificates without a restart.
+pub fn current_tls(
+    state: &Arc<ServerState>,
+) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
+    let state = Arc::clone(state);
+    move || state.active().tls.as_ref().map(|tls| Arc::clone(&tls.service))
+}
+
+/// Returns a source of the networks by which connections are limited: none for trusted proxies,
+/// whose connections carry the requests of many clients.
+pub fn client_network(
+    state: &Arc<ServerState>,
+) -> impl Fn(IpAddr) -> Option<String> + Send + 'static {
+    let state = Arc::clone(state);
+    move |address| {
+        let client_ip = &state.active().client_ip;
+        (!client_ip.trusts(address)).then(|| client_ip.group(address))
+    }
+}
+
+/// Returns the runtime of a service.
+pub fn runtime() -> io::Result<Runtime> {
+    runtime::Builder::new_multi_thread().enable_all().event_interval(EVENT_INTERVAL).build()
+}
+
+pub async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyhow::Result<Socket> {
+    let bound = Socket::bind(address, listen.unix_mode).await;
+    let is_in_use = |error: &anyhow::Error| {
+        let cause = error.root_cause().downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| cause.kind() == io::ErrorKind::AddrInUse)
+    };
+    bound.with_context(|| format!("listen.{name}")).map_err(|error| {
+        if !is_in_use(&error) {
+            return error;
+        }
+        let flag = match name {
+            "gateway" => "--listen".to_owned(),
+            "resp" => "--resp".to_owned(),
+            _ => format!("--listen-{name}"),
+        };
+        anyhow::anyhow!(
+            "listen.{name}: cannot listen on {address}: the address is already in use: end the \
+             process that uses it, or set another by {flag} or in the file"
+        )
+    })
+}
+
+/// Loads the configuration from a file, or the built-in sample.
+pub fn configuration(file: Option<&Path>) -> Result<Config, tidegate_config::ConfigError> {
+    match file {
+        Some(file) => Config::load(file),
+        None => Config::parse("sample.yaml", tidegate_config::SAMPLE),
+    }
+}

@@ -1,0 +1,179 @@
+//! Open loop: a thread sends each request at its due time, and latency is measured from that time.
+//!
+//! The requests in flight are bounded. While there are too many, the next one waits, and so does
+//! everything after it: nothing is skipped, and no queue grows, because due times are computed.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::keys::KeySequence;
+use super::schedule::{Arrivals, Schedule};
+use super::target::LoadTarget;
+use super::{LoadPlan, LoadRun};
+use tidegate_api::duration::nanos;
+
+/// Time between two checks of whether the run was stopped.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// Time after the end in which requests that were due before it are still sent, if they need not
+/// wait for a slot: the generator was late.
+const MAX_LATE_START: Duration = Duration::from_secs(5);
+/// Time after the end in which a request still waits for a slot.
+const MAX_LATE_SLOT: Duration = Duration::from_millis(100);
+
+/// Rate and bound of an open loop.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OpenLoop {
+    /// Mean requests per second.
+    pub rate: f64,
+    pub arrivals: Arrivals,
+    pub max_in_flight: usize,
+}
+
+/// Sends all requests, and waits for their answers.
+pub(super) async fn run<T: LoadTarget>(
+    run: &Arc<LoadRun<T>>,
+    load: &LoadPlan,
+    open: OpenLoop,
+    start: Instant,
+) -> anyhow::Result<()> {
+    let slots = Arc::new(Semaphore::new(open.max_in_flight));
+    let dispatcher = Dispatcher {
+        run: Arc::clone(run),
+        start,
+        handle: Handle::current(),
+        slots: Arc::clone(&slots),
+        keys: load.keys.sequence(load.seed, 0),
+        left: load.requests,
+        slot_free_since: start,
+        number: 0,
+    };
+    let schedule = Schedule::new(open.rate, open.arrivals, load.seed);
+    tokio::task::spawn_blocking(move || dispatcher.send_all(schedule)).await?;
+    // Each task has a slot until its answer is recorded.
+    let _ = slots.acquire_many(u32::try_from(open.max_in_flight)?).await?;
+    Ok(())
+}
+
+struct Dispatcher<T> {
+    run: Arc<LoadRun<T>>,
+    start: Instant,
+    handle: Handle,
+    slots: Arc<Semaphore>,
+    keys: KeySequence,
+    /// Measured requests that are left.
+    left: Option<u64>,
+    /// End of the last wait for a slot.
+    slot_free_since: Instant,
+    number: usize,
+}
+
+impl<T: LoadTarget> Dispatcher<T> {
+    fn send_all(mut self, mut schedule: Schedule) {
+        precise_sleeps();
+        let end = self.run.times.end;
+        while let Some(due) = schedule.next().map(|offset| self.start + offset) {
+            if end.is_some_and(|end| due >= end) || self.left == Some(0) {
+                break;
+            }
+            self.wait_until(due);
+            let Some(slot) = self.slot() else {
+                let not_sent = self.count_not_sent(due, schedule);
+                self.run.not_sent.store(not_sent, Ordering::Relaxed);
+                return;
+            };
+            self.send(due, slot);
+        }
+    }
+
+    /// Waits until a time, or until the run is stopped.
+    fn wait_until(&self, time: Instant) {
+        while let Some(wait) = time.checked_duration_since(Instant::now())
+            && !wait.is_zero()
+            && !self.run.is_stopped()
+        {
+            std::thread::sleep(wait.min(CHECK_INTERVAL));
+        }
+    }
+
+    /// Waits until fewer requests are in flight. Returns `None` if the run ends before.
+    fn slot(&mut self) -> Option<OwnedSemaphorePermit> {
+        let end = self.run.times.end;
+        let is_over = end.is_some_and(|end| Instant::now() > end + MAX_LATE_START);
+        if self.run.is_stopped() || is_over {
+            return None;
+        }
+        if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
+            return Some(slot);
+        }
+        self.run.slots_exhausted.store(true, Ordering::Relaxed);
+        let last = end.map(|end| end + MAX_LATE_SLOT);
+        while !self.run.is_stopped() {
+            let left = last.map(|last| last.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break;
+            }
+            let wait = left.map_or(CHECK_INTERVAL, |left| left.min(CHECK_INTERVAL));
+            let slot = Arc::clone(&self.slots).acquire_owned();
+            let slot = self.handle.block_on(async { tokio::time::timeout(wait, slot).await });
+            if let Ok(Ok(slot)) = slot {
+                self.slot_free_since = Instant::now();
+                return Some(slot);
+            }
+        }
+        None
+    }
+
+    fn send(&mut self, due: Instant, slot: OwnedSemaphorePermit) {
+        let mut key = String::new();
+        self.keys.next_into(&mut key);
+        self.number = self.number.wrapping_add(1);
+        let number = self.number;
+        let is_measured = due >= self.run.times.measured_from;
+        if is_measured {
+            self.run.recorders.count_sent(number);
+            self.left = self.left.map(|left| left.saturating_sub(1));
+        }
+        let is_late = due < self.slot_free_since;
+        // A request that waited for a slot was delayed by the target until then.
+        let could_start = due.max(self.slot_free_since);
+        let run = Arc::clone(&self.run);
+        self.handle.spawn(async move {
+            let generator_delay = could_start.elapsed();
+            let outcome = run.target.acquire(&key).await;
+            if is_measured {
+                let latency = due.elapsed();
+                run.recorders.record(number, |part| {
+                    part.add(outcome, latency);
+                    part.generator_delay.saturating_record(nanos(generator_delay).max(1));
+                    part.sent_late += u64::from(is_late);
+                });
+            }
+            drop(slot);
+        });
+    }
+
+    /// Returns the number of measured requests from this one on that were due when the run was
+    /// stopped or ended.
+    fn count_not_sent(&self, first: Instant, schedule: Schedule) -> u64 {
+        let stopped = self.run.stopped_at.get().copied().unwrap_or_else(Instant::now);
+        let last = self.run.times.end.map_or(stopped, |end| end.min(stopped));
+        let rest = schedule.map(|offset| self.start + offset);
+        let due = std::iter::once(first).chain(rest).take_while(|due| *due < last);
+        let count = due.filter(|due| *due >= self.run.times.measured_from).count() as u64;
+        self.left.map_or(count, |left| count.min(left))
+    }
+}
+
+/// Lets this thread wake at the time that it asked for. By default Linux may wake it 50
+/// microseconds later.
+#[cfg(target_os = "linux")]
+fn precise_sleeps() {
+    let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
+}
+
+#[cfg(not(target_os = "linux"))]
+fn precise_sleeps() {}

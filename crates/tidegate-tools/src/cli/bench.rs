@@ -1,0 +1,273 @@
+//! `tidegate bench`: load for a store or a running service.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail, ensure};
+use clap::Args;
+use clap::builder::FalseyValueParser;
+use serde_json::{Value, json};
+use tidegate::{MemoryStore, Quota};
+use tidegate_config::duration::readable;
+
+use self::flags::{LoadFlags, LoadPolicyFlags, TargetFlags};
+use super::redis::RedisFlags;
+use crate::bench::grpc::{GrpcQuery, GrpcTarget};
+use crate::bench::http::HttpTarget;
+use crate::bench::keys::KeySpace;
+use crate::bench::report::{BenchReport, TargetSummary};
+use crate::bench::store::StoreTarget;
+use crate::bench::{self, LoadMeasurement, LoadPlan};
+use crate::tool::client::{self, ClientOptions, Trust};
+use crate::tool::output;
+use tidegate_config::{Config, RedisConfig, Secret, StoreConfig, Topology};
+
+mod flags;
+
+/// Text in an attribute or a descriptor that stands for the key.
+const KEY: &str = "{key}";
+
+/// Load a store or a running service, and measure throughput and latency.
+///
+/// With --rate, requests are sent at their due times, and latency is measured from these times: a
+/// target that stalls shows in all requests that were due meanwhile. Without it, each caller waits
+/// for its answer before the next request. The first Ctrl-C ends the load and prints the result so
+/// far. Exit code: 0 if requests were answered, 1 if all failed, 2 on an error.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  Decisions in memory, as fast as this machine can:
+    tidegate bench
+
+  Redis with 20000 requests per second, a few keys with most of them:
+    tidegate bench --redis redis://127.0.0.1:6379 --rate 20000 --distribution zipf \\
+      --algorithm token-bucket --limit 100 --window 1s
+
+  A running service, with a quota in each request, or a policy of the service:
+    tidegate bench --http http://127.0.0.1:8080 --limit 100 --window 60s
+    tidegate bench --http http://127.0.0.1:8080 --policy per-user --rate 5000 --arrivals poisson
+
+  Its policies selected by attributes, and Envoy's protocol:
+    tidegate bench --http http://127.0.0.1:8080 --attribute path=/api/items \\
+      --attribute 'header.x-user-id={key}'
+    tidegate bench --grpc 127.0.0.1:8081 --domain shop --descriptor 'path=/checkout,user={key}'
+
+  A hundred requests for one key, as JSON:
+    tidegate bench --requests 100 --distribution hot --limit 10 --window 1h --json")]
+pub struct BenchCommand {
+    #[command(flatten)]
+    target: TargetFlags,
+
+    #[command(flatten)]
+    redis: RedisFlags,
+
+    #[command(flatten)]
+    load: LoadFlags,
+
+    #[command(flatten)]
+    policy: LoadPolicyFlags,
+
+    /// Print one JSON object
+    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
+    json: bool,
+}
+
+/// Kind of the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Chosen<'a> {
+    Store,
+    Http(&'a str),
+    Grpc(&'a str),
+}
+
+impl BenchCommand {
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let keys = self.load.keys()?;
+        let load = self.load.load(Arc::clone(&keys))?;
+        let chosen = self.chosen()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let (target, measured) = runtime.block_on(async {
+            match chosen {
+                Chosen::Store => self.load_store(&load).await,
+                Chosen::Http(url) => self.load_http(url, &load, &keys).await,
+                Chosen::Grpc(address) => self.load_grpc(address, &load, &keys).await,
+            }
+        })?;
+        // Requests without an answer must not delay the exit.
+        runtime.shutdown_background();
+        let report = BenchReport { target, load, timeout: self.load.timeout, measured };
+        output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
+        Ok(if report.all_failed() { ExitCode::from(1) } else { ExitCode::SUCCESS })
+    }
+
+    fn chosen(&self) -> anyhow::Result<Chosen<'_>> {
+        let TargetFlags { memory, http, grpc, .. } = &self.target;
+        let given = [*memory, self.redis.has_url(), http.is_some(), grpc.is_some()];
+        let count = given.into_iter().filter(|is_given| *is_given).count();
+        ensure!(count <= 1, "give only one of --memory, --redis, --http and --grpc");
+        let chosen = match (http, grpc) {
+            (Some(url), _) => Chosen::Http(url),
+            (None, Some(address)) => Chosen::Grpc(address),
+            (None, None) => Chosen::Store,
+        };
+        self.target.check(chosen)?;
+        self.policy.check(chosen)?;
+        Ok(chosen)
+    }
+
+    async fn load_store(
+        &self,
+        load: &LoadPlan,
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
+        let config = self.target.config.as_deref().map(Config::load).transpose()?;
+        let quota = self.policy.quota(config.as_ref())?;
+        let cost = self.policy.cost;
+        ensure!(
+            cost >= 1 && cost <= quota.burst(),
+            "--cost {cost} is out of range: it must be from 1 to the limit of {}",
+            quota.burst()
+        );
+        let store = config.map_or(StoreConfig::Memory(Box::default()), |config| config.store);
+        let store = if self.target.memory { StoreConfig::Memory(Box::default()) } else { store };
+        let requests = describe(&quota);
+        match self.redis.apply(store)? {
+            StoreConfig::Memory(settings) => {
+                let store = MemoryStore::builder().max_keys(settings.max_keys).build();
+                let target = StoreTarget::new(store, quota, cost);
+                let summary = TargetSummary {
+                    kind: "memory",
+                    name: "memory".to_owned(),
+                    requests,
+                    note: None,
+                };
+                Ok((summary, bench::run(load, target).await?))
+            }
+            StoreConfig::Redis(redis) => {
+                self.redis.print_warning();
+                let prefix = &self.target.prefix;
+                let redis = redis.with_prefix(prefix).with_timeout(self.load.timeout);
+                let store = redis.builder().connect().await.context("--redis")?;
+                let target = StoreTarget::new(store, quota, cost);
+                let measured = bench::run(load, target).await?;
+                let note = format!(
+                    "the keys of this run start with {prefix}:{{{}; each has an expiry, so they \
+                     need no clean-up",
+                    load.keys.prefix()
+                );
+                Ok((redis_summary(&redis, requests, note), measured))
+            }
+        }
+    }
+
+    async fn load_http(
+        &self,
+        url: &str,
+        load: &LoadPlan,
+        keys: &KeySpace,
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
+        let (body, requests) = self.http_body(keys)?;
+        let token = self.token()?;
+        tidegate_net::raise_file_limit();
+        let target = HttpTarget::connect(&self.client(url, token.as_ref()), &body, keys).await?;
+        self.load.check_key("--attribute", target.has_key())?;
+        let summary = TargetSummary { kind: "http", name: url.to_owned(), requests, note: None };
+        Ok((summary, bench::run(load, target).await?))
+    }
+
+    /// Returns the body of all requests with the placeholder of the key, and its description.
+    fn http_body(&self, keys: &KeySpace) -> anyhow::Result<(Value, String)> {
+        let placeholder = keys.placeholder();
+        let attributes = &self.target.attributes;
+        let (mut body, description) = match &self.policy.policy {
+            Some(policy) => {
+                let body = json!({"policy": policy, "key": placeholder});
+                (body, format!("policy {policy}"))
+            }
+            None if !attributes.is_empty() => {
+                let pairs = attributes.iter().map(|(name, value)| {
+                    (name.clone(), Value::from(value.replace(KEY, &placeholder)))
+                });
+                let names: Vec<&str> = attributes.iter().map(|(name, _)| name.as_str()).collect();
+                let body = json!({"attributes": pairs.collect::<serde_json::Map<_, _>>()});
+                (body, format!("attributes {}", names.join(", ")))
+            }
+            None => {
+                let quota = self.policy.quota(None)?;
+                let quota_body = self.policy.quota_body(&quota);
+                (json!({"key": placeholder, "quota": quota_body}), describe(&quota))
+            }
+        };
+        ensure!(self.policy.cost >= 1, "--cost 0 is out of range: it must be at least 1");
+        if self.policy.cost > 1 {
+            body["cost"] = json!(self.policy.cost);
+        }
+        Ok((body, description))
+    }
+
+    async fn load_grpc(
+        &self,
+        address: &str,
+        load: &LoadPlan,
+        keys: &KeySpace,
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
+        let TargetFlags { domain, descriptors, connections, .. } = &self.target;
+        let (Some(domain), false) = (domain, descriptors.is_empty()) else {
+            bail!("--grpc needs --domain NAME and --descriptor KEY=VALUE, such as user={KEY}");
+        };
+        let cost = u32::try_from(self.policy.cost).ok().filter(|cost| *cost >= 1);
+        let cost = cost.with_context(|| {
+            format!(
+                "--cost {} is out of range: it must be from 1 to {}",
+                self.policy.cost,
+                u32::MAX
+            )
+        })?;
+        let placeholder = keys.placeholder();
+        let with_key = |entries: &Vec<(String, String)>| {
+            let entry =
+                |(key, value): &(String, String)| (key.clone(), value.replace(KEY, &placeholder));
+            entries.iter().map(entry).collect()
+        };
+        let descriptors = descriptors.iter().map(with_key).collect();
+        let query = GrpcQuery { domain: domain.clone(), descriptors, cost };
+        let token = self.token()?;
+        let client = self.client(address, token.as_ref());
+        let target = GrpcTarget::connect(&client, &query, keys, *connections).await?;
+        self.load.check_key("--descriptor", target.has_key())?;
+        let summary = TargetSummary {
+            kind: "grpc",
+            name: address.to_owned(),
+            requests: format!("domain {domain}"),
+            note: None,
+        };
+        Ok((summary, bench::run(load, target).await?))
+    }
+
+    fn token(&self) -> anyhow::Result<Option<Secret>> {
+        self.target.token_file.as_deref().map(client::read_token).transpose()
+    }
+
+    fn client<'a>(&'a self, address: &'a str, token: Option<&'a Secret>) -> ClientOptions<'a> {
+        let trust = Trust::Authorities(self.target.ca.as_deref());
+        ClientOptions { address, token, trust, timeout: self.load.timeout }
+    }
+}
+
+fn redis_summary(redis: &RedisConfig, requests: String, note: String) -> TargetSummary {
+    let name = match redis.topology() {
+        Topology::Single => "Redis",
+        Topology::Cluster => "Redis Cluster",
+        Topology::Sentinel => "Redis with Sentinel",
+    };
+    TargetSummary { kind: "redis", name: name.to_owned(), requests, note: Some(note) }
+}
+
+/// Describes a quota, such as `token-bucket, 100 per 1s, burst 500`.
+fn describe(quota: &Quota) -> String {
+    let (algorithm, limit, window) = (quota.algorithm(), quota.limit(), readable(quota.window()));
+    let burst = match quota.burst() {
+        burst if burst == limit => String::new(),
+        burst => format!(", burst {burst}"),
+    };
+    format!("{algorithm}, {limit} per {window}{burst}")
+}

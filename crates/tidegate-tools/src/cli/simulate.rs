@@ -1,0 +1,365 @@
+//! `tidegate simulate`: traffic in virtual time against policies.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use clap::Args;
+use clap::builder::{FalseyValueParser, PossibleValuesParser};
+use tidegate::Algorithm;
+use tidegate_config::duration;
+
+use crate::simulate::load::{Load, LoadKind};
+use crate::simulate::log::{AccessLogs, LogFormat};
+use crate::simulate::output::OutputFile;
+use crate::simulate::variants::{self, QuotaChanges};
+use crate::simulate::{
+    self, Report, Simulation, TrafficRequest, TrafficSummary, Variant, decisions,
+};
+use crate::tool::output;
+use crate::tool::progress::ProgressBar;
+
+/// Period of a generated load without a window to take it from.
+const DEFAULT_INTERVAL: Duration = Duration::from_secs(60);
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// Try policies on generated traffic or on access logs, in virtual time.
+///
+/// The decisions are those that the service would have made: the same code, with the clock set to
+/// the time of each request. "over" and "under" are compared with an exact log of the same limit:
+/// requests that were admitted although it would deny them, and the other way round.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  All algorithms at one limit, with the traffic that fixed-window handles worst:
+    tidegate simulate --load boundary --rate 200 --limit 1000 --window 10s --compare
+
+  The policies of production on the traffic of yesterday:
+    tidegate simulate --access-log access.log.1.gz --config tidegate.yaml
+
+  The same with another limit for one policy, and a picture:
+    tidegate simulate --access-log access.log --config tidegate.yaml \\
+      --policy per-address --limit 300 --svg traffic.svg
+
+  Requests that a new configuration would deny:
+    tidegate simulate --access-log access.log --config tidegate.yaml --what-if new.yaml
+
+  Ten thousand clients, a few of them busy, for one hour:
+    tidegate simulate --load poisson --rate 500 --keys 10000 --zipf 1 --duration 1h \\
+      --config tidegate.yaml --attribute path=/api/items")]
+pub struct SimulateCommand {
+    #[command(flatten)]
+    traffic: TrafficFlags,
+
+    #[command(flatten)]
+    policies: PolicyFlags,
+
+    /// Print one JSON object
+    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
+    json: bool,
+
+    /// Write a picture: admitted and denied requests over time, and the limit
+    #[arg(long, value_name = "FILE", env = "TIDEGATE_SVG")]
+    svg: Option<PathBuf>,
+
+    /// Write each decision as a JSON line, as the HTTP API answers it
+    #[arg(long, value_name = "FILE", env = "TIDEGATE_DECISIONS")]
+    decisions: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Traffic")]
+struct TrafficFlags {
+    /// Generate traffic of this shape
+    #[arg(
+        long,
+        value_name = "SHAPE",
+        env = "TIDEGATE_LOAD",
+        conflicts_with = "access_log",
+        required_unless_present = "access_log"
+    )]
+    load: Option<LoadKind>,
+
+    /// Mean requests per second of all clients
+    #[arg(long, value_name = "R", env = "TIDEGATE_RATE", default_value_t = 100.0)]
+    rate: f64,
+
+    /// Number of clients
+    #[arg(long, value_name = "N", env = "TIDEGATE_KEYS", default_value_t = 1)]
+    keys: u64,
+
+    /// Exponent of Zipf's law for the requests per client; 0: all alike
+    #[arg(long, value_name = "S", env = "TIDEGATE_ZIPF", default_value_t = 0.0)]
+    zipf: f64,
+
+    /// Length of the traffic
+    #[arg(
+        long, value_name = "DURATION", env = "TIDEGATE_DURATION", default_value = "60s",
+        value_parser = duration::parse
+    )]
+    duration: Duration,
+
+    /// Period of burst, boundary and diurnal [default: the window; 1d for diurnal]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_PERIOD", value_parser = duration::parse)]
+    period: Option<Duration>,
+
+    /// Start of the random numbers; the same seed gives the same traffic
+    #[arg(long, value_name = "N", env = "TIDEGATE_SEED", default_value_t = 1)]
+    seed: u64,
+
+    /// Attribute of all generated requests, such as path=/api/items; GET / by default. Other
+    /// attributes have the name of the client
+    #[arg(long = "attribute", value_name = "NAME=VALUE", value_parser = attribute)]
+    attributes: Vec<(String, String)>,
+
+    /// Replay access logs; - is the standard input. They may be compressed with gzip or zstd, and
+    /// several are merged by time
+    #[arg(
+        long, value_name = "FILE", env = "TIDEGATE_SIMULATE_ACCESS_LOG", num_args = 1..
+    )]
+    access_log: Vec<PathBuf>,
+
+    /// Format of the access logs
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT",
+        default_value = "auto"
+    )]
+    access_log_format: LogFormat,
+
+    /// Stop at the first line that is not a request
+    #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
+    strict: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Policies")]
+struct PolicyFlags {
+    /// Configuration file; see `tidegate config`
+    #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
+    config: Option<PathBuf>,
+
+    /// Policy of the file that the flags below change
+    #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY", requires = "config")]
+    policy: Option<String>,
+
+    /// Units per window
+    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT")]
+    limit: Option<u64>,
+
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
+    window: Option<Duration>,
+
+    /// Rate limit algorithm [default: sliding-log, or that of the policy]
+    #[arg(
+        long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM",
+        value_parser = PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str))
+    )]
+    algorithm: Option<String>,
+
+    /// Capacity of a token-bucket or leaky-bucket [default: the limit]
+    #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
+    burst: Option<u64>,
+
+    /// Attribute to count by, without a file; several are counted together
+    #[arg(
+        long = "key",
+        value_name = "ATTRIBUTE",
+        default_value = "ip",
+        value_delimiter = ',',
+        conflicts_with = "config"
+    )]
+    key: Vec<String>,
+
+    /// Compare all algorithms at this limit
+    #[arg(long, value_parser = FalseyValueParser::new(), conflicts_with = "algorithm")]
+    compare: bool,
+
+    /// Compare with another configuration file: the requests that it would newly deny
+    #[arg(long, value_name = "FILE", requires = "config", conflicts_with = "compare")]
+    what_if: Option<PathBuf>,
+}
+
+/// Parses `NAME=VALUE`.
+pub(super) fn attribute(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("write it like path=/api/items")?;
+    let is_custom = name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
+    if name.is_empty() || !is_custom {
+        return Err(format!("{name:?} is not the name of an attribute"));
+    }
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+impl SimulateCommand {
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let (simulation, known) = self.policies.simulation()?;
+        let create = |flag: &str, path: &Option<PathBuf>| {
+            path.as_ref().map(|path| OutputFile::create(flag, path)).transpose()
+        };
+        let svg = create("--svg", &self.svg)?;
+        let mut decisions = create("--decisions", &self.decisions)?;
+        let report = self.traffic.replay(simulation, &known, decisions.as_mut())?;
+        if let Some(error) = report.undecided() {
+            bail!("no request could be decided: {error}");
+        }
+        if let Some(name) = report.unmatched() {
+            let hint = match self.traffic.load {
+                Some(_) => {
+                    "set the attributes that they match, such as --attribute path=/api/items"
+                }
+                None => "the log lacks the attributes that they match or count by",
+            };
+            bail!("no policy of {name} applies to any request: {hint}");
+        }
+        if let Some(mut file) = svg {
+            file.write_all(simulate::draw(&report).as_bytes()).context("--svg")?;
+            file.commit().context("--svg")?;
+        }
+        if let Some(file) = decisions {
+            file.commit().context("--decisions")?;
+        }
+        output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// Names of the attributes that the policies know, and the window of the first policy.
+struct KnownPolicies {
+    is_attribute: Box<dyn Fn(&str) -> bool>,
+    window: Option<Duration>,
+}
+
+impl PolicyFlags {
+    fn simulation(&self) -> anyhow::Result<(Simulation, KnownPolicies)> {
+        let changes = QuotaChanges {
+            algorithm: self.algorithm.as_deref().map(str::parse).transpose()?,
+            limit: self.limit,
+            window: self.window,
+            burst: self.burst,
+        };
+        let policy = self.policy.as_deref();
+        let current = match &self.config {
+            // The burst of a comparison is that of the buckets.
+            None if self.compare => {
+                let bucket = changes.burst.map(|_| Algorithm::TokenBucket);
+                variants::one_policy(QuotaChanges { algorithm: bucket, ..changes }, &self.key)?
+            }
+            None => variants::one_policy(changes, &self.key)?,
+            Some(file) => variants::load("--config", file)?.with_changes(policy, changes)?,
+        };
+        let varied = match policy {
+            Some(name) => current.policies.get(name),
+            None => current.policies.iter().next(),
+        };
+        let policies = current.policies.clone();
+        let known = KnownPolicies {
+            window: varied.map(|policy| policy.quota().window()),
+            is_attribute: Box::new(move |name| policies.check_attribute(name).is_ok()),
+        };
+        let simulation = match &self.what_if {
+            Some(file) => Simulation::what_if(current, variants::load("--what-if", file)?),
+            None if self.compare => Simulation::new(current.for_all_algorithms(policy)?),
+            None => Simulation::new(vec![self.named(current)]),
+        };
+        Ok((simulation, known))
+    }
+
+    fn named(&self, variant: Variant) -> Variant {
+        let name = match &self.config {
+            Some(file) => file.display().to_string(),
+            None => variant.name,
+        };
+        Variant { name, ..variant }
+    }
+}
+
+impl TrafficFlags {
+    /// Decides all requests of the traffic.
+    fn replay(
+        &self,
+        mut simulation: Simulation,
+        known: &KnownPolicies,
+        mut output: Option<&mut OutputFile>,
+    ) -> anyhow::Result<Report> {
+        let mut traffic = TrafficSummary::default();
+        let mut progress = ProgressBar::start();
+        if let Some(kind) = self.load {
+            let load = self.generated(kind, known)?;
+            let end = load.micros().max(1);
+            let period = load.period();
+            traffic.generated = Some(period);
+            simulation.start_at(period.0);
+            load.for_each(|request, time| {
+                progress.count(|| Some(part(time, end)));
+                decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
+            })?;
+            ensure!(traffic.requests > 0, "the load has no request: raise --rate or --duration");
+            return Ok(simulation.into_report(traffic));
+        }
+        ensure!(
+            self.attributes.is_empty(),
+            "--attribute is for generated traffic: the requests of a log have their own"
+        );
+        let logs = AccessLogs {
+            files: self.access_log.clone(),
+            format: self.access_log_format,
+            strict: self.strict,
+        };
+        let reader = logs.open()?;
+        let bytes = reader.bytes.clone();
+        let lines = reader.for_each(|request| {
+            progress.count(|| Some(part(bytes.read.load(Ordering::Relaxed), bytes.total?)));
+            decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
+        })?;
+        let is_unknown = |name: &&String| !(known.is_attribute)(name);
+        traffic.ignored_columns = lines.other_columns.iter().filter(is_unknown).cloned().collect();
+        traffic.lines = Some(lines);
+        Ok(simulation.into_report(traffic))
+    }
+
+    fn generated(&self, kind: LoadKind, known: &KnownPolicies) -> anyhow::Result<Load> {
+        let default_period = match kind {
+            LoadKind::Diurnal => DAY,
+            _ => known.window.unwrap_or(DEFAULT_INTERVAL),
+        };
+        let load = Load {
+            kind,
+            rate: self.rate,
+            keys: self.keys,
+            zipf: self.zipf,
+            duration: self.duration,
+            seed: self.seed,
+            period: self.period.unwrap_or(default_period),
+            attributes: self.attributes.clone(),
+        };
+        load.check()?;
+        Ok(load)
+    }
+}
+
+/// Decides one request, and writes the decision of the first configuration.
+fn decide(
+    simulation: &mut Simulation,
+    traffic: &mut TrafficSummary,
+    request: &impl TrafficRequest,
+    output: Option<&mut OutputFile>,
+) -> anyhow::Result<()> {
+    traffic.count(request.time());
+    let mut written = Ok(());
+    simulation.decide(request, |outcome| {
+        if let Some(output) = output {
+            written = decisions::write_line(output, outcome);
+        }
+    });
+    written.context("--decisions")
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
+fn part(done: u64, total: u64) -> f64 {
+    done as f64 / total.max(1) as f64
+}

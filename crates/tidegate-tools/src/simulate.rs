@@ -1,0 +1,96 @@
+//! Simulation: traffic in virtual time, decided by the code that decides in production.
+//!
+//! Requests come from a generated load or from access logs, in the order of their times. Each
+//! variant of the configuration has its own [`PolicyLimiter`](tidegate::PolicyLimiter) on a memory
+//! store whose clock is set to the time of the request.
+
+use std::borrow::Cow;
+
+use tidegate::{Attributes, ClientIp, Policies};
+
+use self::what_if::Comparison;
+
+mod clock;
+pub mod decisions;
+pub mod load;
+pub mod log;
+pub mod output;
+mod report;
+mod run;
+mod series;
+mod svg;
+mod tally;
+pub mod variants;
+mod what_if;
+
+pub use report::{Report, TrafficSummary};
+pub use run::{Outcome, Run};
+pub use svg::draw;
+
+/// Request of the traffic. Its attributes are those of the gateway, except for `ip`.
+pub trait TrafficRequest: Attributes + Sync {
+    /// Returns the time in microseconds since the Unix epoch.
+    fn time(&self) -> u64;
+
+    /// Returns the address of the client, as it is written.
+    fn address(&self) -> Option<Cow<'_, str>>;
+
+    /// Returns the cost, if the request names one.
+    fn cost(&self) -> Option<u64>;
+}
+
+/// Configuration to simulate, with its name in the output.
+#[derive(Debug)]
+pub struct Variant {
+    pub name: String,
+    pub policies: Policies,
+    pub client_ip: ClientIp,
+}
+
+/// Variants of a configuration that decide the same traffic.
+pub struct Simulation {
+    runs: Vec<Run>,
+    comparison: Option<Comparison>,
+}
+
+impl Simulation {
+    pub fn new(variants: Vec<Variant>) -> Self {
+        Self { runs: variants.into_iter().map(Run::new).collect(), comparison: None }
+    }
+
+    /// Creates a simulation that compares two configurations request by request.
+    pub fn what_if(current: Variant, other: Variant) -> Self {
+        let comparison = Some(Comparison::default());
+        Self { comparison, ..Self::new(vec![current, other]) }
+    }
+
+    /// Sets the time at which counts over time start; that of the first request by default.
+    pub fn start_at(&mut self, time: u64) {
+        for run in &mut self.runs {
+            run.start_at(time);
+        }
+    }
+
+    /// Decides a request by each variant. `on_outcome` gets the outcome of the first.
+    pub fn decide(&mut self, request: &impl TrafficRequest, on_outcome: impl FnOnce(&Outcome<'_>)) {
+        let [first, others @ ..] = &mut self.runs[..] else { return };
+        let outcome = first.decide(request);
+        on_outcome(&outcome);
+        match (&mut self.comparison, others) {
+            (Some(comparison), [other, ..]) => {
+                let current = outcome.verdict();
+                comparison.record(request.time(), &current, &other.decide(request).verdict());
+            }
+            (_, others) => {
+                drop(outcome);
+                for run in others {
+                    let _ = run.decide(request);
+                }
+            }
+        }
+    }
+
+    pub fn into_report(self, traffic: TrafficSummary) -> Report {
+        Report { runs: self.runs, comparison: self.comparison, traffic }
+    }
+}

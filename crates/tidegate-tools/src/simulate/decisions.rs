@@ -1,0 +1,18 @@
+//! Decisions as JSON lines: the body that the HTTP API answers to each request.
+
+use std::io::{self, Write};
+
+use super::Outcome;
+use tidegate_api::json;
+
+/// Writes the line of one request.
+pub fn write_line(output: &mut dyn Write, outcome: &Outcome<'_>) -> io::Result<()> {
+    match &outcome.result {
+        Ok(decisions) => output.write_all(&json::decisions_body(decisions))?,
+        Err(error) => {
+            let line = serde_json::json!({ "error": error.to_string() });
+            write!(output, "{line}")?;
+        }
+    }
+    output.write_all(b"\n")
+}

@@ -1,0 +1,212 @@
+//! [`Run`]: the decisions of one configuration on the traffic, and their counts.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use futures_util::FutureExt as _;
+use tidegate::{
+    Attributes, ClientIp, Error, Limiter, MemoryStore, PolicyDecisions, PolicyLimiter, Query,
+};
+
+use super::clock::VirtualClock;
+use super::series::Series;
+use super::tally::PolicyTally;
+use super::{TrafficRequest, Variant};
+
+/// Maximum number of different errors that are shown.
+const MAX_ERROR_EXAMPLES: usize = 3;
+
+/// One configuration with its own store.
+#[derive(Debug)]
+pub struct Run {
+    pub(super) name: String,
+    clock: VirtualClock,
+    limiter: PolicyLimiter,
+    client_ip: ClientIp,
+    pub(super) counts: RunCounts,
+}
+
+/// Counts of all requests of a run.
+#[derive(Debug, Default)]
+pub(super) struct RunCounts {
+    pub(super) requests: u64,
+    pub(super) admitted: u64,
+    pub(super) denied: u64,
+    /// Admitted requests that a policy in shadow mode would deny.
+    pub(super) shadow_denied: u64,
+    /// Requests that no policy applies to.
+    pub(super) unlimited: u64,
+    /// Requests that cannot be decided: services answer them with an error.
+    pub(super) errors: u64,
+    pub(super) error_examples: Vec<String>,
+    pub(super) series: Option<Series>,
+    pub(super) policies: Vec<PolicyTally>,
+    by_name: HashMap<String, usize>,
+}
+
+/// Result of one request.
+#[derive(Debug)]
+pub struct Outcome<'a> {
+    pub(super) result: Result<PolicyDecisions<'a>, Error>,
+}
+
+/// Result of one request, without its decisions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Admitted,
+    /// Policy and key that deny the request; the key is empty if the request lacks it.
+    Denied {
+        policy: String,
+        key: String,
+    },
+    Error,
+}
+
+impl Outcome<'_> {
+    pub(super) fn verdict(&self) -> Verdict {
+        match &self.result {
+            Err(_) => Verdict::Error,
+            Ok(decisions) => match decisions.denied_by() {
+                None => Verdict::Admitted,
+                Some(entry) => Verdict::Denied {
+                    policy: entry.policy().to_owned(),
+                    key: entry.key().unwrap_or_default().to_owned(),
+                },
+            },
+        }
+    }
+}
+
+impl Run {
+    pub(super) fn new(variant: Variant) -> Self {
+        let clock = VirtualClock::default();
+        // A full store would evict keys by chance; the report has the memory that it needs.
+        let store = MemoryStore::builder()
+            .clock(clock.clone())
+            .max_keys(usize::MAX)
+            .max_log_bytes(usize::MAX)
+            .build();
+        Self {
+            name: variant.name,
+            clock,
+            limiter: PolicyLimiter::new(Limiter::new(store), variant.policies),
+            client_ip: variant.client_ip,
+            counts: RunCounts::default(),
+        }
+    }
+
+    /// Starts the counts over time.
+    pub(super) fn start_at(&mut self, time: u64) {
+        self.counts.start(time, &self.limiter);
+    }
+
+    /// Decides a request at its time.
+    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> Outcome<'_> {
+        let now = request.time();
+        self.clock.set(now);
+        let attributes = RequestAttributes {
+            request,
+            client_ip: &self.client_ip,
+            lacks_address: AtomicBool::new(false),
+        };
+        let query = Query::attributes(&attributes).with_cost(request.cost());
+        // A memory store never waits.
+        let result = self.limiter.acquire(query).now_or_never();
+        let result = result.unwrap_or(Err(Error::UnknownPeer));
+        if self.counts.series.is_none() {
+            self.counts.start(now, &self.limiter);
+        }
+        self.counts.record(now, &result);
+        Outcome { result }
+    }
+}
+
+impl RunCounts {
+    fn start(&mut self, now: u64, limiter: &PolicyLimiter) {
+        self.series = Some(Series::new(now));
+        for (index, policy) in limiter.policies().iter().enumerate() {
+            self.by_name.insert(policy.name().to_owned(), index);
+            self.policies.push(PolicyTally::new(policy, now));
+        }
+    }
+
+    fn record(&mut self, now: u64, result: &Result<PolicyDecisions<'_>, Error>) {
+        self.requests += 1;
+        let decisions = match result {
+            Ok(decisions) => decisions,
+            Err(error) => {
+                self.errors += 1;
+                self.add_example(error);
+                return;
+            }
+        };
+        let passes = decisions.is_allowed();
+        if let Some(series) = &mut self.series {
+            let bin = series.at(now);
+            *(if passes { &mut bin.admitted } else { &mut bin.denied }) += 1;
+        }
+        *(if passes { &mut self.admitted } else { &mut self.denied }) += 1;
+        self.unlimited += u64::from(decisions.is_empty());
+        let mut shadow_denied = false;
+        for (position, entry) in decisions.iter().enumerate() {
+            shadow_denied |= passes && entry.is_shadow() && entry.is_denied();
+            // If all policies apply, they are in the order of the file.
+            let index = match self.policies.get(position) {
+                Some(tally) if tally.name == entry.policy() => Some(position),
+                _ => self.by_name.get(entry.policy()).copied(),
+            };
+            if let Some(index) = index {
+                self.policies[index].record(now, entry, passes);
+            }
+        }
+        self.shadow_denied += u64::from(shadow_denied);
+    }
+
+    #[cold]
+    fn add_example(&mut self, error: &Error) {
+        let text = match error {
+            Error::UnknownPeer => "a policy needs ip, which the line does not have".to_owned(),
+            other => other.to_string(),
+        };
+        if self.error_examples.len() < MAX_ERROR_EXAMPLES && !self.error_examples.contains(&text) {
+            self.error_examples.push(text);
+        }
+    }
+}
+
+/// Attributes of a request, with its address grouped as the configuration says.
+struct RequestAttributes<'a, R> {
+    request: &'a R,
+    client_ip: &'a ClientIp,
+    /// Whether `ip` was read, and is unknown.
+    lacks_address: AtomicBool,
+}
+
+impl<R: TrafficRequest> Attributes for RequestAttributes<'_, R> {
+    fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+        if name != "ip" {
+            return self.request.get(name);
+        }
+        let text = self.request.address();
+        let address = text.as_deref().and_then(|text| text.parse::<IpAddr>().ok());
+        match address {
+            // An address of IPv4 has only one spelling.
+            Some(IpAddr::V4(_)) => text,
+            Some(address) => Some(Cow::Owned(self.client_ip.group(address))),
+            None => {
+                self.lacks_address.store(true, Ordering::Relaxed);
+                None
+            }
+        }
+    }
+
+    fn is_ambiguous(&self, name: &str) -> bool {
+        self.request.is_ambiguous(name)
+    }
+
+    fn lacks_peer(&self) -> bool {
+        self.lacks_address.load(Ordering::Relaxed)
+    }
+}
