@@ -7,6 +7,7 @@ use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::charge::OnStoreFailure;
 use crate::enum_names::enum_names;
 use crate::key::Key;
 use crate::quota::Quota;
@@ -28,7 +29,7 @@ mod value;
 
 pub use builder::PolicyBuilder;
 pub use decisions::{PolicyDecision, PolicyDecisions};
-pub use error::PolicyError;
+pub use error::{PolicyError, QueryError};
 pub(crate) use key_source::AttributeNames;
 #[cfg(feature = "config")]
 pub(crate) use key_source::NAMES as ATTRIBUTE_NAMES;
@@ -203,22 +204,6 @@ pub enum Mode {
     Enforce,
     /// The request passes; the denial only shows in metrics and in the API's `decisions`.
     Shadow,
-}
-
-/// Decision on requests while the store is unavailable, with a `Fallback` (feature `resilience`)
-/// around the store. Without a `Fallback`, requests end with the store's error.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnStoreFailure {
-    /// Decide in this process's memory, by its share of the quota.
-    #[default]
-    Local,
-    /// Fail open: for limits that only smooth load.
-    Allow,
-    /// Fail closed: for limits that protect something, such as logins.
-    Deny,
-    /// Return the store's error, so that the caller decides. Policies of a configuration do not
-    /// have it.
-    Error,
 }
 
 /// Number of units that a request takes, [`Fixed(1)`](Self::Fixed) by default.
@@ -575,14 +560,6 @@ fn join(values: &[impl AsRef<str>]) -> String {
 enum_names!(MissingKey, "missing_key", Skip = "skip", Deny = "deny");
 enum_names!(PathSpelling, "spelling of paths", Reject = "reject", Decode = "decode", Keep = "keep");
 enum_names!(Mode, "mode", Enforce = "enforce", Shadow = "shadow");
-enum_names!(
-    OnStoreFailure,
-    "on_store_failure",
-    Local = "local",
-    Allow = "allow",
-    Deny = "deny",
-    Error = "error"
-);
 
 #[cfg(test)]
 mod tests;

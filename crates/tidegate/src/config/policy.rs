@@ -13,11 +13,11 @@ use super::duration;
 use super::number::{Bounded, Flag, whole};
 use super::schema::{add_policy_rules, conditions, key_attributes, texts};
 use crate::algorithm::{Algorithm, Encoding};
+use crate::charge::OnStoreFailure;
 use crate::enum_names::UnknownName;
 use crate::key::MAX_KEY_BYTES;
 use crate::policy::{
-    AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, PathRules, Policy, PolicyError,
-    ShowKeys,
+    AttributeNames, Cost, MissingKey, Mode, PathRules, Policy, PolicyError, ShowKeys,
 };
 use crate::quota::{Quota, QuotaError};
 

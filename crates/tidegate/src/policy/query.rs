@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tracing::Span;
 
-use super::{Attributes, KeySource, Mode, OnStoreFailure, Policy, Selected};
-use crate::charge::Charge;
+use super::{Attributes, KeySource, Mode, Policy, Selected};
+use crate::charge::{Charge, OnStoreFailure};
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -71,7 +71,7 @@ impl<'a, 'q> Query<'a, 'q> {
     }
 
     /// Asks one policy, by its name and the value of its key. The conditions of the policy are not
-    /// checked. An unknown name is [`Error::UnknownPolicy`](crate::Error::UnknownPolicy).
+    /// checked. An unknown name is [`QueryError::UnknownPolicy`](crate::QueryError::UnknownPolicy).
     #[must_use]
     pub fn policy(policy: &'q str, key: &'a str) -> Self {
         Self::new(Target::Policy { policy, key })
