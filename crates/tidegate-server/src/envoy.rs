@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::Router;
 use hyper::service::{Service, service_fn};
-use tidegate::internals::PreparedCharge;
+use tidegate::PreparedCharge;
 use tidegate::{Action, Enforcement, OnStoreFailure, PolicyDecision, Query, QueryError};
 use tokio::sync::watch;
 use tonic::Status;

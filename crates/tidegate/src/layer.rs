@@ -118,7 +118,6 @@ mod service;
 pub use body::Body;
 pub use future::ResponseFuture;
 pub use headers::for_each_header_value;
-#[doc(hidden)]
 pub use log_throttle::LogThrottle;
 pub use request_limiter::RequestLimiter;
 pub use request_limiters::{

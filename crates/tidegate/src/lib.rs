@@ -222,9 +222,9 @@ struct Readme;
 
 /// Items for the `tidegate` server, which is a crate of its own. They are not part of the public
 /// API: they may change in any release.
+#[cfg(feature = "config")]
 #[doc(hidden)]
 pub mod internals {
-    #[cfg(feature = "config")]
     pub use crate::config::{
         document::Document,
         duration::{self, BoundedDuration},
@@ -234,7 +234,6 @@ pub mod internals {
         redaction::{Redaction, schema_fields},
         schema,
     };
-    pub use crate::policy::{PreparedCharge, text};
 }
 
 pub use algorithm::{Algorithm, Encoding};
@@ -248,9 +247,9 @@ pub use limiter::{Blocking, Error, Limiter};
 pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
     Mode, Observer, PathError, PathRules, PathSpelling, Policies, Policy, PolicyBuilder,
-    PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, Progress, Query, QueryError,
-    SelectError, Selected, Selection, ShowKeys, TRACE_TARGET, Waiting, normalize_host,
-    normalize_path,
+    PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, PreparedCharge, Progress, Query,
+    QueryError, SelectError, Selection, ShowKeys, TRACE_TARGET, Waiting, decode_value,
+    normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "redis")]

@@ -42,9 +42,9 @@ pub use limiter::{
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
-pub use select::{Policies, SelectError, Selected, Selection};
+pub use select::{Policies, SelectError, Selection};
 pub use show_keys::ShowKeys;
-pub use value::text;
+pub use value::decode_value;
 #[cfg(feature = "tower")]
 pub(crate) use value::trimmed;
 
@@ -78,7 +78,7 @@ pub(crate) use value::trimmed;
 /// let policy =
 ///     Policy::builder("per-tenant", quota).attributes(["tenant"]).key(["tenant"]).build()?;
 /// let job = Job { tenant: "acme".to_owned() };
-/// assert_eq!(policy.select(&job, None)?.charges[0].key(), "acme");
+/// assert_eq!(policy.select(&job, None)?.charges[0].key(), Some("acme"));
 /// # Ok(())
 /// # }
 /// ```
@@ -134,7 +134,7 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
 /// let request = [("path", "/api/items"), ("header.x-user-id", "u1")];
 /// let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
 /// let selected = policies.select(&request, None)?;
-/// assert_eq!(selected.charges[0].key(), "u1");
+/// assert_eq!(selected.charges[0].key(), Some("u1"));
 /// # Ok(())
 /// # }
 /// ```
@@ -380,7 +380,6 @@ impl Policy {
 
     /// Iterates over the path patterns that are probably not meant literally, each with the pattern
     /// that is probably meant: `/users/{id}` matches only that path, `/users/*` matches any user.
-    #[doc(hidden)]
     pub fn literal_parameters(&self) -> impl Iterator<Item = (&str, String)> {
         let paths = self.conditions.iter().filter(|condition| condition.attribute.is_path());
         let texts = paths.flat_map(|condition| &condition.texts);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tidegate::internals::PreparedCharge;
+use tidegate::PreparedCharge;
 use tidegate::{
     PolicyDecision, PolicyDecisions, Progress, Query, QueryError, Quota, Timestamp, Waiting,
 };

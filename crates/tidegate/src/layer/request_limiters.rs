@@ -16,7 +16,7 @@ use crate::client_ip::ClientIp;
 use crate::limiter::Limiter;
 use crate::policy::{
     Attributes as _, KeySource, Observer, Policies, PolicyDecisions, PolicyLimiter, PreparedCharge,
-    Progress, Query, QueryError, Waiting, text,
+    Progress, Query, QueryError, Waiting, decode_value,
 };
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -136,7 +136,7 @@ pub struct RequestOptions {
 /// gates share. A custom [`RequestLimiter`] reads requests itself, for example by
 /// [`RequestParts`], and does not need it.
 pub trait ConfigureRequest: RequestLimiter {
-    #[doc(hidden)]
+    /// Returns the options, to change them.
     fn options(&mut self) -> &mut RequestOptions;
 }
 
@@ -181,7 +181,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
             KeySelector::Custom(key) => key(parts),
             KeySelector::Header { source, name } => {
                 let mut values = parts.headers.get_all(name).iter();
-                let value = values.next().map(|value| text(value.as_bytes()));
+                let value = values.next().map(|value| decode_value(value.as_bytes()));
                 source.read_one(value, values.next().is_some(), self.policy_name())?
             }
             KeySelector::Source(source) => {

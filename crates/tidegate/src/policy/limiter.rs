@@ -395,8 +395,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             let charge = PreparedCharge::rejected(policy, selection.missing_attribute);
             return Ok(Entries::one(charge.with_action(action)));
         }
-        let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
-        let charges = charges.map(|charge| charge.with_charged_at(charged_at));
+        let charges =
+            selection.charges.into_iter().map(|charge| charge.with_charged_at(charged_at));
         let shadow = selection.shadow_rejections.into_iter();
         let rejections = shadow.map(|policy| PreparedCharge::rejected(policy, None));
         Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
@@ -412,7 +412,6 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
 
     /// Selects among the policies that `filter` accepts, for a front door that prepares its own
     /// charges.
-    #[doc(hidden)]
     pub fn select_where(
         &self,
         attributes: &dyn Attributes,

@@ -158,6 +158,7 @@ impl MemoryStore {
     }
 
     /// Decides one charge, without `async`.
+    #[cfg(any(feature = "resilience", test))]
     pub(crate) fn decide_now(
         &self,
         action: Action,

@@ -114,7 +114,7 @@ impl Store for FailsFor {
 
 #[tokio::test]
 async fn error_after_the_joint_charge_returns_its_units() {
-    use tidegate::internals::PreparedCharge;
+    use tidegate::PreparedCharge;
     use tidegate::{Charge, Enforcement, Policies, PolicyLimiter, Query};
     let quota = Quota::fixed_window(5, LONG).expect("valid");
     let limiter =
@@ -133,7 +133,7 @@ async fn error_after_the_joint_charge_returns_its_units() {
 /// A client that repeated the refund would get the units of `works` twice.
 #[tokio::test]
 async fn refund_that_was_made_in_part_must_not_be_repeated() {
-    use tidegate::internals::PreparedCharge;
+    use tidegate::PreparedCharge;
     use tidegate::{Action, Charge, Policies, PolicyLimiter, Query};
     let quota = Quota::fixed_window(5, LONG).expect("valid");
     let limiter =
@@ -161,7 +161,7 @@ async fn refund_that_was_made_in_part_must_not_be_repeated() {
 #[tokio::test]
 async fn request_that_is_not_allowed_never_passes_the_layer() {
     use http::request::Parts;
-    use tidegate::internals::PreparedCharge;
+    use tidegate::PreparedCharge;
     use tidegate::layer::RequestLimiter;
     use tidegate::{
         Action, Decision, Policies, PolicyDecisions, PolicyLimiter, Progress, Query, Waiting,

@@ -487,7 +487,7 @@ async fn exactly_the_limit_is_admitted_while_the_store_is_down() {
 /// shard there, and again in the ledger.
 #[tokio::test]
 async fn refund_of_two_shards_returns_units_once() {
-    use tidegate::internals::PreparedCharge;
+    use tidegate::PreparedCharge;
     use tidegate::{Policies, PolicyLimiter, Query};
     let store = Flaky::new();
     let quota = Quota::fixed_window(10, LONG).expect("valid");
