@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use axum::body::{Body, Bytes};
 use http::{Extensions, Method, Request, Response, StatusCode, header};
 use http_body::{Body as HttpBody, Frame, SizeHint};
-use tidegate::{Error, PolicyDecisions, layer};
+use tidegate::{PolicyDecisions, QueryError, layer};
 use tower::Service;
 use tracing::Span;
 
@@ -84,7 +84,7 @@ impl Exchange {
     }
 
     /// Records what the policies decided.
-    pub(super) fn decided(&self, result: Result<&PolicyDecisions<'_>, &Error>) {
+    pub(super) fn decided(&self, result: Result<&PolicyDecisions<'_>, &QueryError>) {
         if self.telemetry.access_log().is_some_and(super::AccessLog::shows_decisions) {
             self.state().decision = Some(DecisionFields::new(result.ok()));
         }

@@ -9,7 +9,7 @@ use axum::body::Body;
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
 use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
-use tidegate::{Action, Error, PolicyDecisions, Progress, Query, Waiting};
+use tidegate::{Action, PolicyDecisions, Progress, Query, QueryError, Waiting};
 use tower::{Layer as _, Service};
 
 use super::exchange::Exchange;
@@ -34,8 +34,8 @@ impl RequestLimiter for GatewayLimiter {
         &'a self,
         active: &'a Arc<ActiveConfig>,
         parts: &'a Parts,
-    ) -> Result<Progress<'a>, Error> {
-        let peer = parts.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
+    ) -> Result<Progress<'a>, QueryError> {
+        let peer = parts.extensions.get::<Peer>().ok_or(QueryError::UnknownPeer)?;
         let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
         // The trace of the request continues in the span of its exchange, which is entered now.
         let progress = active.limiter.start(Action::Acquire, Query::attributes(&request));
@@ -54,7 +54,7 @@ impl RequestLimiter for GatewayLimiter {
         active: &'a Arc<ActiveConfig>,
         parts: &Parts,
         waiting: Waiting<'a>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+    ) -> Result<PolicyDecisions<'a>, QueryError> {
         let result = active.limiter.finish(waiting).await;
         if let Some(exchange) = Exchange::of(&parts.extensions) {
             exchange.decided(result.as_ref());

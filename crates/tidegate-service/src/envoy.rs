@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use hyper::service::{Service, service_fn};
 use tidegate::PreparedCharge;
-use tidegate::{Action, Enforcement, Error, OnStoreFailure, PolicyDecision, Query};
+use tidegate::{Action, Enforcement, OnStoreFailure, PolicyDecision, Query, QueryError};
 use tokio::sync::watch;
 use tonic::Status;
 use tonic_health::ServingStatus;
@@ -168,7 +168,7 @@ async fn should_rate_limit(
     let query = Query::prepared(charges).on_span(&on_span);
     let decisions = match active.limiter.decide(Action::Acquire, query).await {
         Ok(decisions) => decisions,
-        Err(Error::Store(error)) => {
+        Err(QueryError::Store(error)) => {
             logs::store_failed(&error);
             return undecided(&plans, failure);
         }

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use foldhash::fast::RandomState;
 use tidegate::{
-    Action, Enforcement, Error, Observer, Policy, PolicyDecision, PolicyDecisions, Quota, ShowKeys,
-    Store as _, Timestamp,
+    Action, Enforcement, Observer, Policy, PolicyDecision, PolicyDecisions, QueryError, Quota,
+    ShowKeys, Store as _, Timestamp,
 };
 
 use crate::backend::Backend;
@@ -159,7 +159,7 @@ impl Observer for DecisionObserver {
         }
     }
 
-    fn failed(&self, action: Action, _: &Error) {
+    fn failed(&self, action: Action, _: &QueryError) {
         if matches!(action, Action::Acquire | Action::Report) {
             self.metrics.requests.count_error();
         }

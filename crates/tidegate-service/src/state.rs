@@ -7,8 +7,8 @@ use std::time::{Instant, SystemTime};
 use arc_swap::{ArcSwap, Guard};
 use http::HeaderMap;
 use tidegate::{
-    Action, Charge, ClientIp, Error, Limiter, Policies, PolicyDecisions, PolicyLimiter, Progress,
-    Query, ShowKeys, Store as _, StoreError, Timestamp,
+    Action, Charge, ClientIp, Limiter, Policies, PolicyDecisions, PolicyLimiter, Progress, Query,
+    QueryError, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::api::forward_auth::missing::UsedParts;
@@ -209,7 +209,7 @@ impl ActiveConfig {
         action: Action,
         query: Query<'a, '_>,
         answer: impl FnOnce(&PolicyDecisions<'a>) -> T,
-    ) -> Result<T, Error> {
+    ) -> Result<T, QueryError> {
         let on_span = |span: &tracing::Span| logs::continue_trace(span, headers);
         Ok(match self.limiter.start(action, query.on_span(&on_span))? {
             Progress::Decided(decisions) => answer(&decisions),
@@ -240,7 +240,7 @@ impl ActiveConfig {
 
     /// Deletes the count of a key: of a policy, of one of Envoy's rules, or of the limits that
     /// Envoy's requests bring.
-    pub async fn reset(&self, policy: &str, key: &str) -> Result<(), Error> {
+    pub async fn reset(&self, policy: &str, key: &str) -> Result<(), QueryError> {
         let limits = self.envoy_limits(policy);
         if self.policies().get(policy).is_some() || limits.is_empty() {
             let _ = self.limiter.decide(Action::Reset, Query::policy(policy, key)).await?;

@@ -20,16 +20,15 @@
 use std::time::Duration;
 
 use crate::action::Action;
-use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::enum_names::enum_names;
-use crate::quota::Quota;
 
 mod bucket;
 mod fixed_window;
 #[cfg(feature = "redis")]
 mod grants;
 mod narrow_bucket;
+mod parameters;
 mod sliding_counter;
 mod sliding_log;
 
@@ -38,6 +37,7 @@ pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{CounterSnapshot, Grants};
 pub(crate) use narrow_bucket::{NarrowBucket, NarrowLevel};
+pub(crate) use parameters::{Lifetime, MAX_LIMIT, Parameters};
 pub(crate) use sliding_counter::SlidingCounter;
 pub(crate) use sliding_log::{LogGrowth, SlidingLog};
 
@@ -109,35 +109,35 @@ enum_names!(Encoding, "encoding", SortedSet = "sorted-set", Hash = "hash", Packe
 pub(crate) trait Counter {
     /// Advances the counter to `now`. Returns whether the clock stepped back, that is, whether a
     /// stored time was later than `now`.
-    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool;
+    fn advance_to(&mut self, quota: &Parameters, now: u64) -> bool;
     /// Returns the units that can be spent now.
-    fn remaining(&self, quota: &Quota) -> u64;
-    /// Returns the units recorded now, which can exceed the limit: see [`Quota::max_level`]. Units
+    fn remaining(&self, quota: &Parameters) -> u64;
+    /// Returns the units recorded now, which can exceed the limit: see [`Parameters::max_level`]. Units
     /// of the previous window are not included.
     fn level(&self) -> u64;
     /// Returns whether more units are recorded than the limit allows.
-    fn is_overdrawn(&self, quota: &Quota) -> bool {
+    fn is_overdrawn(&self, quota: &Parameters) -> bool {
         self.level() > quota.burst()
     }
     /// Returns the shortest wait until `cost` units, more than remain now, can be spent.
-    fn wait_for(&self, quota: &Quota, now: u64, cost: u64) -> u64;
+    fn wait_for(&self, quota: &Parameters, now: u64, cost: u64) -> u64;
     /// Returns the wait to report to a request of `cost` units that is denied now.
     #[inline]
-    fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
+    fn retry_after(&self, quota: &Parameters, now: u64, cost: u64) -> u64 {
         self.wait_for(quota, now, cost)
     }
     /// Returns the time until nothing counts any more, if `extra` units are spent first.
-    fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64;
+    fn reset_after(&self, quota: &Parameters, now: u64, extra: u64) -> u64;
     /// Returns the delay of units that are spent now until their turn in the queue.
     #[inline]
-    fn delay(&self, _quota: &Quota) -> u64 {
+    fn delay(&self, _quota: &Parameters) -> u64 {
         0
     }
     /// Spends `cost` units. A cost of 0 only applies the result of `advance_to`.
-    fn spend(&mut self, quota: &Quota, now: u64, cost: u64);
+    fn spend(&mut self, quota: &Parameters, now: u64, cost: u64);
     /// Returns `cost` units of a charge made at `charged_at` or slightly later, never units younger
     /// than that charge. If the time is unknown (0), the oldest units are returned first.
-    fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64);
+    fn refund(&mut self, quota: &Parameters, now: u64, cost: u64, charged_at: u64);
     /// Returns whether nothing counts any more.
     fn is_empty(&self) -> bool;
 }
@@ -161,43 +161,48 @@ pub(crate) struct Applied {
 }
 
 /// Returns whether `cost` units can be spent now. Advances the counter.
-pub(crate) fn fits(counter: &mut impl Counter, quota: &Quota, now: u64, cost: u64) -> bool {
+pub(crate) fn fits(counter: &mut impl Counter, quota: &Parameters, now: u64, cost: u64) -> bool {
     counter.advance_to(quota, now);
     has_room(counter, quota, counter.remaining(quota), cost)
 }
 
 /// Returns whether there is room for `cost`. A cost of 0 asks whether the counter is overdrawn.
 #[inline]
-fn has_room(counter: &impl Counter, quota: &Quota, remaining: u64, cost: u64) -> bool {
+fn has_room(counter: &impl Counter, quota: &Parameters, remaining: u64, cost: u64) -> bool {
     if cost == 0 { !counter.is_overdrawn(quota) } else { cost <= remaining }
 }
 
-/// Decides a charge and updates the counter. `all_fit` is false if another charge of the same
-/// all-or-nothing group does not fit. Unless the result is `written`, the counter has only been
+/// An action on the count of a key, at the time `now`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Operation<'a> {
+    pub(crate) action: Action,
+    pub(crate) quota: &'a Parameters,
+    pub(crate) cost: u64,
+    /// Time of the charge that is refunded; 0 if it is unknown.
+    pub(crate) charged_at: u64,
+    pub(crate) now: u64,
+    /// Whether all charges of an all-or-nothing group fit.
+    pub(crate) all_fit: bool,
+}
+
+/// Decides an operation and updates the counter. Unless the result is `written`, the counter has only been
 /// advanced and need not be stored.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
-pub(crate) fn apply<C: Counter>(
-    counter: &mut C,
-    action: Action,
-    charge: &Charge<'_>,
-    now: u64,
-    all_fit: bool,
-) -> Applied {
-    let quota = charge.quota();
-    let cost = charge.cost();
+pub(crate) fn apply<C: Counter>(counter: &mut C, operation: &Operation<'_>) -> Applied {
+    let Operation { action, quota, now, cost, .. } = *operation;
     if action == Action::Refund {
         counter.advance_to(quota, now);
         let written = !counter.is_empty();
         if written {
-            counter.refund(quota, now, cost, charge.charged_at().as_micros());
+            counter.refund(quota, now, cost, operation.charged_at);
         }
         return Applied { decision: decision_without_spending(counter, quota, now), written };
     }
     if action == Action::Report {
         return report(counter, quota, now, cost);
     }
-    let plan = Plan::new(counter, action, quota, now, cost, all_fit);
+    let plan = Plan::new(counter, operation);
     let decision = plan.decision(counter, quota, now);
     if plan.written {
         counter.spend(quota, now, plan.spend);
@@ -206,7 +211,7 @@ pub(crate) fn apply<C: Counter>(
 }
 
 /// Records units that were already used.
-fn report<C: Counter>(counter: &mut C, quota: &Quota, now: u64, cost: u64) -> Applied {
+fn report<C: Counter>(counter: &mut C, quota: &Parameters, now: u64, cost: u64) -> Applied {
     let stepped_back = counter.advance_to(quota, now);
     let allowed = cost <= counter.remaining(quota);
     let spend = cost.min(quota.max_level().saturating_sub(counter.level()));
@@ -235,14 +240,8 @@ impl Plan {
     /// Advances the counter to `now` and plans the action on it.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
-    pub(crate) fn new<C: Counter>(
-        counter: &mut C,
-        action: Action,
-        quota: &Quota,
-        now: u64,
-        cost: u64,
-        all_fit: bool,
-    ) -> Self {
+    pub(crate) fn new<C: Counter>(counter: &mut C, operation: &Operation<'_>) -> Self {
+        let Operation { action, quota, cost, now, all_fit, .. } = *operation;
         let stepped_back = counter.advance_to(quota, now);
         let remaining = counter.remaining(quota);
         let is_partial = action == Action::ChargeUpTo;
@@ -269,7 +268,12 @@ impl Plan {
     /// Returns the decision. The counter must have been advanced, with nothing spent yet.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
-    pub(crate) fn decision(&self, counter: &impl Counter, quota: &Quota, now: u64) -> RawDecision {
+    pub(crate) fn decision(
+        &self,
+        counter: &impl Counter,
+        quota: &Parameters,
+        now: u64,
+    ) -> RawDecision {
         let reset_after = counter.reset_after(quota, now, self.spend);
         if self.allowed {
             let remaining = self.remaining - self.spend;
@@ -284,7 +288,7 @@ impl Plan {
 
 pub(crate) fn decision_without_spending(
     counter: &impl Counter,
-    quota: &Quota,
+    quota: &Parameters,
     now: u64,
 ) -> RawDecision {
     RawDecision {
@@ -298,15 +302,15 @@ pub(crate) fn decision_without_spending(
 
 impl RawDecision {
     /// Returns the decision for a key without a count.
-    pub(crate) fn untouched(quota: &Quota) -> Self {
-        Self { allowed: true, remaining: quota.burst(), retry_after: 0, reset_after: 0, delay: 0 }
+    pub(crate) fn untouched(burst: u64) -> Self {
+        Self { allowed: true, remaining: burst, retry_after: 0, reset_after: 0, delay: 0 }
     }
 
     #[inline]
-    pub(crate) fn into_decision(self, quota: &Quota, source: Source) -> Decision {
+    pub(crate) fn into_decision(self, burst: u64, source: Source) -> Decision {
         Decision {
             allowed: self.allowed,
-            limit: quota.burst(),
+            limit: burst,
             remaining: self.remaining,
             retry_after: duration_from_micros(self.retry_after),
             reset_after: Duration::from_micros(self.reset_after),

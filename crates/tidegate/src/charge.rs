@@ -5,8 +5,8 @@ use crate::algorithm::{Algorithm, mul_div_ceil};
 use crate::clock::Timestamp;
 use crate::clock::micros;
 use crate::decision::Decision;
+use crate::enum_names::enum_names;
 use crate::key::{Key, KeyError, is_plain_key};
-use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 
 /// The maximum number of charges that one call decides together.
@@ -36,6 +36,31 @@ pub struct Charge<'a> {
     allows_unknown_time: bool,
     on_store_failure: OnStoreFailure,
 }
+
+/// Decision on requests while the store is unavailable, with a `Fallback` (feature `resilience`)
+/// around the store. Without a `Fallback`, requests end with the store's error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnStoreFailure {
+    /// Decide in this process's memory, by its share of the quota.
+    #[default]
+    Local,
+    /// Fail open: for limits that only smooth load.
+    Allow,
+    /// Fail closed: for limits that protect something, such as logins.
+    Deny,
+    /// Return the store's error, so that the caller decides. Policies of a configuration do not
+    /// have it.
+    Error,
+}
+
+enum_names!(
+    OnStoreFailure,
+    "on_store_failure",
+    Local = "local",
+    Allow = "allow",
+    Deny = "deny",
+    Error = "error"
+);
 
 /// The reason why a charge is invalid, whatever the counts are.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

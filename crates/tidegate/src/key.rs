@@ -1,5 +1,9 @@
 //! [`Key`]: the identity that a limit counts, and its name in Redis.
 
+mod fingerprint;
+
+pub(crate) use fingerprint::{Fingerprint, HashSecret, PolicyClass, PolicyRef};
+
 /// The maximum length of a key and of a policy name, in bytes.
 pub const MAX_KEY_BYTES: usize = 512;
 

@@ -95,10 +95,11 @@ use http::request::Parts;
 use http::{Response, StatusCode};
 use tower_layer::Layer;
 
+use crate::charge::OnStoreFailure;
 use crate::client_ip::ClientIp;
-use crate::limiter::{Error, Limiter};
+use crate::limiter::Limiter;
 use crate::policy::{
-    KeySource, Observer, OnStoreFailure, Policies, PolicyDecision, PolicyLimiter, check_http,
+    KeySource, Observer, Policies, PolicyDecision, PolicyLimiter, QueryError, check_http,
 };
 use crate::quota::Quota;
 use crate::store::Store;
@@ -117,7 +118,6 @@ mod service;
 pub use body::Body;
 pub use future::ResponseFuture;
 pub use headers::for_each_header_value;
-#[doc(hidden)]
 pub use log_throttle::LogThrottle;
 pub use request_limiter::RequestLimiter;
 pub use request_limiters::{
@@ -401,14 +401,14 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
     /// # use tidegate::layer::RateLimitLayer;
     /// # use tidegate::{Limiter, MemoryStore, Quota};
     /// use http::{Response, StatusCode};
-    /// use tidegate::Error;
+    /// use tidegate::QueryError;
     ///
     /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
     /// # let limiter = Limiter::new(MemoryStore::new());
     /// let layer = RateLimitLayer::new(limiter, quota).on_error(|error| {
     ///     let mut response = Response::new("please try again later");
     ///     *response.status_mut() = match error {
-    ///         Error::Store(_) => StatusCode::SERVICE_UNAVAILABLE,
+    ///         QueryError::Store(_) => StatusCode::SERVICE_UNAVAILABLE,
     ///         _ => StatusCode::BAD_REQUEST,
     ///     };
     ///     response
@@ -418,7 +418,7 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
     #[must_use]
     pub fn on_error<T: Into<Bytes>>(
         self,
-        response: impl Fn(&Error) -> Response<T> + Send + Sync + 'static,
+        response: impl Fn(&QueryError) -> Response<T> + Send + Sync + 'static,
     ) -> Self {
         self.with(|shared| {
             shared.responses.on_error = Arc::new(move |error| response(error).map(Into::into));

@@ -218,24 +218,26 @@ struct Guides;
 struct Readme;
 
 pub use algorithm::{Algorithm, Encoding};
-pub use charge::{Charge, ChargeError, MAX_CHARGES};
+pub use charge::{Charge, ChargeError, MAX_CHARGES, OnStoreFailure};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
 pub use clock::{Clock, ManualClock, SystemClock, Timestamp};
 pub use decision::{Decision, Decisions, Denied, Source};
 pub use enum_names::UnknownName;
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
-pub use limiter::{Blocking, BlockingStore, Error, Limiter};
+pub use limiter::{Blocking, Error, Limiter};
 pub use policy::{
     ATTRIBUTE_NAMES, AttributeError, AttributeNames, Attributes, Cost, DEFAULT_QUERY_TIMEOUT,
-    Enforcement, KeySource, MissingKey, Mode, Observer, OnStoreFailure, PathError, PathRules,
-    PathSpelling, Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError,
-    PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query, SelectError, Selected, Selection,
-    ShowKeys, TRACE_TARGET, Waiting, normalize_host, normalize_path, text,
+    Enforcement, KeySource, MissingKey, Mode, Observer, PathError, PathRules, PathSpelling,
+    Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter,
+    PolicyPart, PreparedCharge, Progress, Query, QueryError, SelectError, Selection, ShowKeys,
+    TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
+#[cfg(feature = "redis")]
+pub use resilience::ResilientRedis;
 #[cfg(feature = "resilience")]
 pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
-pub use store::redis::{RedisStore, ResilientRedis};
-pub use store::{Action, Outcome, SharedStore, Store, StoreError};
+pub use store::redis::RedisStore;
+pub use store::{Action, BlockingStore, Outcome, SharedStore, Store, StoreError};

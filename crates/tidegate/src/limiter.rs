@@ -8,16 +8,13 @@ use crate::algorithm::Algorithm;
 use crate::charge::{Charge, ChargeError};
 use crate::clock::{Clock, Timestamp};
 use crate::decision::{Decision, Decisions};
-use crate::policy::SelectError;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Outcome, Store, StoreError};
 
 mod blocking;
-#[cfg(feature = "redis")]
-pub(crate) mod runtime;
 
-pub use blocking::{Blocking, BlockingStore};
+pub use blocking::Blocking;
 
 /// Decides whether requests may pass. Clones share one store, and so one set of counts.
 ///
@@ -77,27 +74,6 @@ pub enum Error {
     /// The store failed.
     #[error(transparent)]
     Store(StoreError),
-    /// A policy cannot build a valid key from this request.
-    #[error(transparent)]
-    Select(#[from] SelectError),
-    /// No policy has this name.
-    #[error("there is no policy {name:?}{}", suggestion(nearest.as_deref()))]
-    UnknownPolicy {
-        /// The name that was asked for.
-        name: String,
-        /// The most similar name of a policy.
-        nearest: Option<String>,
-    },
-    /// A limit counts by the client's address, which is unknown: the layer is not set up to find
-    /// it.
-    #[error(
-        "a limit counts by ip, but the address of the peer is unknown: configure the layer's `peer`"
-    )]
-    UnknownPeer,
-}
-
-fn suggestion(nearest: Option<&str>) -> String {
-    nearest.map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }
 
 impl From<StoreError> for Error {

@@ -7,6 +7,7 @@ use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::charge::OnStoreFailure;
 use crate::enum_names::enum_names;
 use crate::key::Key;
 use crate::quota::Quota;
@@ -28,7 +29,7 @@ mod value;
 
 pub use builder::{PolicyBuilder, PolicyPart};
 pub use decisions::{PolicyDecision, PolicyDecisions};
-pub use error::PolicyError;
+pub use error::{PolicyError, QueryError};
 pub use key_source::NAMES as ATTRIBUTE_NAMES;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
@@ -39,9 +40,9 @@ pub use limiter::{
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
-pub use select::{Policies, SelectError, Selected, Selection};
+pub use select::{Policies, SelectError, Selection};
 pub use show_keys::ShowKeys;
-pub use value::text;
+pub use value::decode_value;
 #[cfg(feature = "tower")]
 pub(crate) use value::trimmed;
 
@@ -75,7 +76,7 @@ pub(crate) use value::trimmed;
 /// let policy =
 ///     Policy::builder("per-tenant", quota).attributes(["tenant"]).key(["tenant"]).build()?;
 /// let job = Job { tenant: "acme".to_owned() };
-/// assert_eq!(policy.select(&job, None)?.charges[0].key(), "acme");
+/// assert_eq!(policy.select(&job, None)?.charges[0].key(), Some("acme"));
 /// # Ok(())
 /// # }
 /// ```
@@ -131,7 +132,7 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
 /// let request = [("path", "/api/items"), ("header.x-user-id", "u1")];
 /// let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
 /// let selected = policies.select(&request, None)?;
-/// assert_eq!(selected.charges[0].key(), "u1");
+/// assert_eq!(selected.charges[0].key(), Some("u1"));
 /// # Ok(())
 /// # }
 /// ```
@@ -201,22 +202,6 @@ pub enum Mode {
     Enforce,
     /// The request passes; the denial only shows in metrics and in the API's `decisions`.
     Shadow,
-}
-
-/// Decision on requests while the store is unavailable, with a `Fallback` (feature `resilience`)
-/// around the store. Without a `Fallback`, requests end with the store's error.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnStoreFailure {
-    /// Decide in this process's memory, by its share of the quota.
-    #[default]
-    Local,
-    /// Fail open: for limits that only smooth load.
-    Allow,
-    /// Fail closed: for limits that protect something, such as logins.
-    Deny,
-    /// Return the store's error, so that the caller decides. Policies of a configuration do not
-    /// have it.
-    Error,
 }
 
 /// Number of units that a request takes, [`Fixed(1)`](Self::Fixed) by default.
@@ -388,7 +373,6 @@ impl Policy {
 
     /// Iterates over the path patterns that are probably not meant literally, each with the pattern
     /// that is probably meant: `/users/{id}` matches only that path, `/users/*` matches any user.
-    #[doc(hidden)]
     pub fn literal_parameters(&self) -> impl Iterator<Item = (&str, String)> {
         let paths = self.conditions.iter().filter(|condition| condition.attribute.is_path());
         let texts = paths.flat_map(|condition| &condition.texts);
@@ -569,14 +553,6 @@ fn join(values: &[impl AsRef<str>]) -> String {
 enum_names!(MissingKey, "missing_key", Skip = "skip", Deny = "deny");
 enum_names!(PathSpelling, "spelling of paths", Reject = "reject", Decode = "decode", Keep = "keep");
 enum_names!(Mode, "mode", Enforce = "enforce", Shadow = "shadow");
-enum_names!(
-    OnStoreFailure,
-    "on_store_failure",
-    Local = "local",
-    Allow = "allow",
-    Deny = "deny",
-    Error = "error"
-);
 
 #[cfg(test)]
 mod tests;

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::algorithm::{Algorithm, Encoding, NarrowBucket, mul_div_ceil};
-use crate::store::memory::fingerprint::PolicyRef;
-use crate::store::memory::state::{BucketTemplate, Lifetime, Usage};
+use crate::algorithm::{Algorithm, Encoding, MAX_LIMIT, Parameters, mul_div_ceil};
+use crate::key::PolicyRef;
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
 ///
@@ -34,23 +33,8 @@ use crate::store::memory::state::{BucketTemplate, Lifetime, Usage};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Quota {
-    algorithm: Algorithm,
+    parameters: Parameters,
     encoding: Encoding,
-    count_denied: bool,
-    limit: u64,
-    /// Microseconds.
-    window: u64,
-    burst: u64,
-    /// Time in which a full bucket drains, in microseconds.
-    drain: u64,
-    narrow: NarrowBucket,
-    template: BucketTemplate,
-    /// Factor of [`Usage::of`].
-    usage_factor: u64,
-    /// Idle time-to-live of a count in memory.
-    lifetime: Lifetime,
-    /// The same for a bucket with an overdraft.
-    overdraft_lifetime: Lifetime,
     /// Policy name of charges that have none.
     default_policy_name: Arc<str>,
     default_policy: PolicyRef<'static>,
@@ -126,7 +110,7 @@ const MAX_DRAIN: u64 = 10 * MAX_WINDOW;
 impl Quota {
     /// The largest limit and burst. With windows of up to 366 days, the arithmetic stays exact in
     /// the integers of Rust and in the doubles of Lua on Redis.
-    pub const MAX_LIMIT: u64 = 1_000_000_000_000;
+    pub const MAX_LIMIT: u64 = MAX_LIMIT;
     /// The largest limit of a `sliding-log` in a sorted set: freeing a larger set would block
     /// Redis. A log with a higher limit is packed.
     pub const MAX_SORTED_SET_LIMIT: u64 = 100_000;
@@ -154,36 +138,12 @@ impl Quota {
             _ => Encoding::SortedSet,
         };
         let default_policy_name = default_policy_name(algorithm, encoding, micros);
-        let quota = Self {
-            algorithm,
+        Ok(Self {
+            parameters: Parameters::new(algorithm, limit, micros, limit),
             encoding,
-            count_denied: false,
-            limit,
-            window: micros,
-            burst: limit,
-            drain: micros,
-            narrow: NarrowBucket::NONE,
-            template: BucketTemplate::default(),
-            usage_factor: 0,
-            lifetime: Lifetime::default(),
-            overdraft_lifetime: Lifetime::default(),
             default_policy: PolicyRef::default_of_quota(&default_policy_name),
             default_policy_name,
-        };
-        Ok(quota.with_precomputed())
-    }
-
-    /// Computes the numbers that a decision on a bucket in memory needs.
-    fn with_precomputed(mut self) -> Self {
-        let millis = lifetime_millis(self.algorithm, self.drain);
-        self.lifetime = Lifetime::from_millis(millis);
-        self.overdraft_lifetime = Lifetime::from_millis(10 * millis);
-        self.usage_factor = Usage::factor(self.burst);
-        if matches!(self.algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket) {
-            self.narrow = NarrowBucket::new(self.limit, self.window, self.burst);
-            self.template = BucketTemplate::new(&self);
-        }
-        self
+        })
     }
 
     /// Creates a quota that admits at most `limit` units in any interval as long as `window`.
@@ -218,26 +178,26 @@ impl Quota {
 
     /// Sets the capacity of a bucket; the default is `limit`.
     pub fn with_burst(mut self, burst: u64) -> Result<Self, QuotaError> {
-        if !matches!(self.algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket) {
-            return Err(QuotaError::NoBurst(self.algorithm));
+        let (algorithm, limit) = (self.algorithm(), self.limit());
+        if !matches!(algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+            return Err(QuotaError::NoBurst(algorithm));
         }
         if !(1..=Self::MAX_LIMIT).contains(&burst) {
             return Err(QuotaError::Burst(burst));
         }
-        let drain = mul_div_ceil(burst, self.window, self.limit);
-        if drain > MAX_DRAIN {
-            return Err(QuotaError::BurstTooSlow { burst, limit: self.limit });
+        let window = self.window_micros();
+        if mul_div_ceil(burst, window, limit) > MAX_DRAIN {
+            return Err(QuotaError::BurstTooSlow { burst, limit });
         }
-        self.burst = burst;
-        self.drain = drain;
-        Ok(self.with_precomputed())
+        self.parameters = Parameters::new(algorithm, limit, window, burst);
+        Ok(self)
     }
 
     /// Sets the encoding in Redis: for a `sliding-log` a readable sorted set (the default up to
     /// [`Self::MAX_SORTED_SET_LIMIT`]) or packed, for a `sliding-counter` a readable hash (the
     /// default) or packed.
     pub fn with_encoding(mut self, encoding: Encoding) -> Result<Self, QuotaError> {
-        let algorithm = self.algorithm;
+        let algorithm = self.algorithm();
         let readable = match algorithm {
             Algorithm::SlidingLog => Encoding::SortedSet,
             Algorithm::SlidingCounter => Encoding::Hash,
@@ -246,11 +206,11 @@ impl Quota {
         if encoding != readable && encoding != Encoding::Packed {
             return Err(QuotaError::WrongEncoding { algorithm, encoding, readable });
         }
-        if encoding == Encoding::SortedSet && self.limit > Self::MAX_SORTED_SET_LIMIT {
-            return Err(QuotaError::SortedSetLimit(self.limit));
+        if encoding == Encoding::SortedSet && self.limit() > Self::MAX_SORTED_SET_LIMIT {
+            return Err(QuotaError::SortedSetLimit(self.limit()));
         }
         self.encoding = encoding;
-        self.default_policy_name = default_policy_name(self.algorithm, encoding, self.window);
+        self.default_policy_name = default_policy_name(algorithm, encoding, self.window_micros());
         self.default_policy = PolicyRef::default_of_quota(&self.default_policy_name);
         Ok(self)
     }
@@ -258,17 +218,17 @@ impl Quota {
     /// Sets whether a `sliding-log` counts denied requests too, so that a client that retries
     /// without waiting stays denied.
     pub fn with_count_denied(mut self, count_denied: bool) -> Result<Self, QuotaError> {
-        if self.algorithm != Algorithm::SlidingLog {
-            return Err(QuotaError::NoCountDenied(self.algorithm));
+        if self.algorithm() != Algorithm::SlidingLog {
+            return Err(QuotaError::NoCountDenied(self.algorithm()));
         }
-        self.count_denied = count_denied;
+        self.parameters = self.parameters.with_count_denied(count_denied);
         Ok(self)
     }
 
     /// Returns the algorithm.
     #[must_use]
     pub fn algorithm(&self) -> Algorithm {
-        self.algorithm
+        self.parameters.algorithm()
     }
 
     /// Returns the encoding of a `sliding-log` or a `sliding-counter` in Redis.
@@ -280,33 +240,33 @@ impl Quota {
     /// Returns whether denied requests count too.
     #[must_use]
     pub fn count_denied(&self) -> bool {
-        self.count_denied
+        self.parameters.count_denied()
     }
 
     /// Returns the units per window.
     #[must_use]
     pub fn limit(&self) -> u64 {
-        self.limit
+        self.parameters.limit()
     }
 
     /// Returns the window.
     #[must_use]
     pub fn window(&self) -> Duration {
-        Duration::from_micros(self.window)
+        Duration::from_micros(self.window_micros())
     }
 
     /// Returns the capacity of a bucket; for the other algorithms, the limit. No single request can
     /// cost more.
     #[must_use]
     pub fn burst(&self) -> u64 {
-        self.burst
+        self.parameters.burst()
     }
 
     /// Returns the maximum number of units that can be recorded for a key: ten times the burst, but
     /// at most [`Self::MAX_LIMIT`]. Only reports of finished work exceed the burst.
     #[must_use]
     pub fn max_level(&self) -> u64 {
-        (10 * self.burst).min(Self::MAX_LIMIT)
+        self.parameters.max_level()
     }
 
     /// Returns the policy name of charges that have none: the algorithm and the window. Two windows
@@ -333,10 +293,12 @@ impl Quota {
     /// [`max_level`](Self::max_level). The default policy name stays the same.
     #[cfg(feature = "resilience")]
     pub(crate) fn scaled_to(&self, limit: u64, burst: u64) -> Self {
-        let drain = mul_div_ceil(burst, self.window, limit);
+        let window = self.window_micros();
         // Rounding can push a quota at the maximum drain time just beyond it.
-        let (burst, drain) = if drain > MAX_DRAIN { (limit, self.window) } else { (burst, drain) };
-        Self { limit, burst, drain, ..self.clone() }.with_precomputed()
+        let burst = if mul_div_ceil(burst, window, limit) > MAX_DRAIN { limit } else { burst };
+        let parameters = Parameters::new(self.algorithm(), limit, window, burst);
+        let parameters = parameters.with_count_denied(self.count_denied());
+        Self { parameters, ..self.clone() }
     }
 
     /// Returns this quota with the capacity that reports can fill, to read a count beyond its
@@ -344,57 +306,29 @@ impl Quota {
     #[cfg(feature = "resilience")]
     pub(crate) fn with_overdraft(&self) -> Self {
         let burst = self.max_level();
-        let limit = match self.algorithm {
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.limit,
+        let limit = match self.algorithm() {
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.limit(),
             Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => burst,
         };
         let wider = self.scaled_to(limit, burst);
         // A bucket with the longest drain time has no larger one of the same rate.
-        if wider.burst == burst { wider } else { self.clone() }
+        if wider.burst() == burst { wider } else { self.clone() }
     }
 
-    /// Returns the numbers of a bucket for 64-bit arithmetic.
+    /// Returns the numbers that the algorithms compute with.
     #[inline]
-    pub(crate) fn narrow(&self) -> &NarrowBucket {
-        &self.narrow
-    }
-
-    /// Returns the bits of a stored bucket that depend only on the quota.
-    #[inline]
-    pub(crate) fn template(&self) -> &BucketTemplate {
-        &self.template
-    }
-
-    /// Returns the factor of [`Usage::of`].
-    #[inline]
-    pub(crate) fn usage_factor(&self) -> u64 {
-        self.usage_factor
+    pub(crate) fn parameters(&self) -> &Parameters {
+        &self.parameters
     }
 
     pub(crate) fn window_micros(&self) -> u64 {
-        self.window
+        self.parameters.window()
     }
 
     /// Returns the time in which a full bucket drains; for the other algorithms, the window.
     pub(crate) fn drain_micros(&self) -> u64 {
-        self.drain
+        self.parameters.drain()
     }
-
-    /// Returns the idle time-to-live of a count in memory.
-    pub(crate) fn lifetime(&self) -> Lifetime {
-        self.lifetime
-    }
-
-    /// Returns the idle time-to-live of a bucket with an overdraft.
-    pub(crate) fn overdraft_lifetime(&self) -> Lifetime {
-        self.overdraft_lifetime
-    }
-}
-
-/// Returns the idle time-to-live in milliseconds. `drain` is the window, except for buckets.
-fn lifetime_millis(algorithm: Algorithm, drain: u64) -> u64 {
-    let windows = if algorithm == Algorithm::SlidingCounter { 2 } else { 1 };
-    (windows * drain).div_ceil(1_000)
 }
 
 /// Returns a window as text, such as `60s`.

@@ -28,13 +28,16 @@
 //! it also admits at most the limit on top of the units that the store has admitted before.
 
 pub mod breaker;
-pub(crate) mod circuit;
 pub mod deny_cache;
 pub mod fallback;
 pub mod fleet;
+#[cfg(feature = "redis")]
+mod redis;
 
+pub use crate::store::circuit::CircuitState;
 pub use breaker::Breaker;
-pub use circuit::CircuitState;
 pub use deny_cache::DenyCache;
 pub use fallback::Fallback;
 pub use fleet::Fleet;
+#[cfg(feature = "redis")]
+pub use redis::ResilientRedis;

@@ -14,12 +14,16 @@ use crate::charge::{Charge, ChargeError};
 use crate::clock::Clock;
 use crate::decision::Decision;
 
+mod blocking;
+#[cfg(feature = "resilience")]
+pub(crate) mod circuit;
 pub mod invalidation;
 pub mod memory;
 #[cfg(feature = "redis")]
 pub mod redis;
 pub(crate) mod shared;
 
+pub use blocking::BlockingStore;
 pub use shared::{SharedStore, heartbeat_interval};
 
 /// Where counts are kept: [`MemoryStore`](crate::MemoryStore), `RedisStore`, or your own store.
@@ -276,5 +280,35 @@ impl StoreError {
             Self::AnswerLost(reason) | Self::Open(reason) => reason.reason(),
             reason => reason,
         }
+    }
+}
+
+/// Collects the results of calls that do not depend on each other. If one failed and another ran,
+/// the error forbids to make them again.
+#[cfg(feature = "resilience")]
+pub(crate) fn collect_independent<T>(
+    results: Vec<Result<T, StoreError>>,
+) -> Result<Vec<T>, StoreError> {
+    let ran = results.iter().any(|result| match result {
+        Ok(_) => true,
+        Err(error) => error.may_have_run(),
+    });
+    let collected: Result<Vec<T>, StoreError> = results.into_iter().collect();
+    collected
+        .map_err(|error| if ran && !error.may_have_run() { error.answer_lost() } else { error })
+}
+
+#[cfg(all(test, feature = "resilience"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failure_beside_a_success_forbids_a_repetition() {
+        let down = || StoreError::Unreachable("down".to_owned());
+        assert_eq!(collect_independent(vec![Ok(1), Ok(2)]), Ok(vec![1, 2]));
+        assert_eq!(collect_independent(vec![Err::<u64, _>(down()), Err(down())]), Err(down()));
+        let lost = Err(down().answer_lost());
+        assert_eq!(collect_independent(vec![Ok(1), Err(down())]), lost);
+        assert_eq!(collect_independent(vec![Err(down()), lost.clone().map(|_: Vec<u64>| 1)]), lost);
     }
 }

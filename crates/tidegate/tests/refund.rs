@@ -161,7 +161,7 @@ async fn refund_without_a_charge_time_is_an_error() {
             Policies::new(vec![Policy::builder("p", quota.clone()).build().expect("valid")]);
         let policies = PolicyLimiter::new(limiter.clone(), policies.expect("valid"));
         let refused = policies.decide(Action::Refund, Query::policy("p", "u")).await;
-        assert_eq!(refused.map(drop), Err(error));
+        assert_eq!(refused.map(drop), Err(error.into()));
         assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 1);
     }
 }

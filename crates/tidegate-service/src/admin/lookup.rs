@@ -11,8 +11,8 @@ use futures_util::StreamExt as _;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::{
-    Action, Charge, Decision, Error, Key, KeySource, Mode, Policy, PolicyDecision, Query, Quota,
-    ShowKeys, Source,
+    Action, Charge, Decision, Key, KeySource, Mode, Policy, PolicyDecision, Query, QueryError,
+    Quota, ShowKeys, Source,
 };
 
 use super::Admin;
@@ -287,7 +287,7 @@ impl Target<'_> {
                 (in_use && !self.is_shared, result)
             }
             Err(error) => {
-                if let Error::Store(store) = &error {
+                if let QueryError::Store(store) = &error {
                     logs::store_failed(store);
                 }
                 result.error = Some(error.to_string());
@@ -296,7 +296,7 @@ impl Target<'_> {
         }
     }
 
-    async fn decision(&self, active: &ActiveConfig) -> Result<Decision, Error> {
+    async fn decision(&self, active: &ActiveConfig) -> Result<Decision, QueryError> {
         if active.policies().get(self.policy).is_some() {
             let query = Query::policy(self.policy, &self.key).with_cost(1);
             let decisions = active.limiter.decide(Action::Peek, query).await?;
@@ -307,7 +307,7 @@ impl Target<'_> {
             }
         }
         let charge = Charge::new(&self.key, self.quota).with_policy(self.policy);
-        active.limiter.limiter().peek(&charge).await
+        Ok(active.limiter.limiter().peek(&charge).await?)
     }
 }
 

@@ -6,7 +6,7 @@ use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
 use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
-use tidegate::{Error, PolicyDecision, PolicyDecisions, StoreError};
+use tidegate::{PolicyDecision, PolicyDecisions, QueryError, StoreError};
 
 use crate::logs;
 use tidegate_config::AuthError;
@@ -112,11 +112,11 @@ impl From<AuthError> for Problem {
     }
 }
 
-impl From<Error> for Problem {
-    fn from(error: Error) -> Self {
+impl From<QueryError> for Problem {
+    fn from(error: QueryError) -> Self {
         let status = match &error {
-            Error::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
-            Error::Store(store) => {
+            QueryError::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
+            QueryError::Store(store) => {
                 // The reason is only logged: it may have the addresses of servers.
                 logs::store_failed(store);
                 return Self::new(StatusCode::SERVICE_UNAVAILABLE, unavailable(store));

@@ -243,11 +243,14 @@ fn by_policies<'a>(
         .limiter
         .select_where(&attributes, hits.cost.map(|cost| cost.max(1)), references_envoy)
         .map_err(|error| Status::invalid_argument(error.to_string()))?;
-    let counted = selection.charges.iter().map(|selected| (selected.policy(), selected.quota()));
+    let counted = selection.charges.first().and_then(|charge| {
+        let policy = active.limiter.policies().get(charge.policy())?;
+        Some((policy, policy.quota_for(charge.key()?)))
+    });
     let rejections = selection.rejected_by.into_iter().chain(selection.shadow_rejections);
     let rejections: Vec<&Policy> = rejections.collect();
-    let uncounted = rejections.iter().map(|policy| (*policy, policy.quota()));
-    let Some((policy, quota)) = counted.chain(uncounted).next() else {
+    let uncounted = || rejections.first().map(|policy| (*policy, policy.quota()));
+    let Some((policy, quota)) = counted.or_else(uncounted) else {
         return Ok(DescriptorPlan::NoLimit);
     };
     let plan = LimitedDescriptor {
@@ -261,9 +264,9 @@ fn by_policies<'a>(
     let rejected = |policy: &'a Policy| {
         PreparedCharge::rejected(policy, missing.filter(|_| policy.mode() == Mode::Enforce))
     };
-    charges.extend(selection.charges.into_iter().map(|selected| {
-        let enforcement = selected.policy().mode().into();
-        hits.apply_to(PreparedCharge::of_selected(selected), enforcement)
+    charges.extend(selection.charges.into_iter().map(|charge| {
+        let enforcement = charge.enforcement();
+        hits.apply_to(charge, enforcement)
     }));
     charges.extend(
         rejections.into_iter().map(|policy| hits.apply_to(rejected(policy), policy.mode().into())),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tidegate::PreparedCharge;
 use tidegate::{
-    Error, PolicyDecision, PolicyDecisions, Progress, Query, Quota, Timestamp, Waiting,
+    PolicyDecision, PolicyDecisions, Progress, Query, QueryError, Quota, Timestamp, Waiting,
 };
 
 use super::reply::{DecisionReply, Reply};
@@ -97,9 +97,9 @@ fn decision_reply(
 }
 
 #[cold]
-fn error_reply(error: &Error) -> Reply {
+fn error_reply(error: &QueryError) -> Reply {
     Reply::Error(match error {
-        Error::Store(store) => {
+        QueryError::Store(store) => {
             // The reason is only logged: it may have the addresses of servers.
             logs::store_failed(store);
             format!("ERR {}", unavailable(store))

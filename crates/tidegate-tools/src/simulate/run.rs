@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::FutureExt as _;
 use tidegate::{
-    Attributes, ClientIp, Error, Limiter, MemoryStore, PolicyDecisions, PolicyLimiter, Query,
+    Attributes, ClientIp, Limiter, MemoryStore, PolicyDecisions, PolicyLimiter, Query, QueryError,
 };
 
 use super::clock::VirtualClock;
@@ -49,7 +49,7 @@ pub(super) struct RunCounts {
 /// Result of one request.
 #[derive(Debug)]
 pub struct Outcome<'a> {
-    pub(super) result: Result<PolicyDecisions<'a>, Error>,
+    pub(super) result: Result<PolicyDecisions<'a>, QueryError>,
 }
 
 /// Result of one request, without its decisions.
@@ -114,7 +114,7 @@ impl Run {
         let query = Query::attributes(&attributes).with_cost(request.cost());
         // A memory store never waits.
         let result = self.limiter.acquire(query).now_or_never();
-        let result = result.unwrap_or(Err(Error::UnknownPeer));
+        let result = result.unwrap_or(Err(QueryError::UnknownPeer));
         if self.counts.series.is_none() {
             self.counts.start(now, &self.limiter);
         }
@@ -132,7 +132,7 @@ impl RunCounts {
         }
     }
 
-    fn record(&mut self, now: u64, result: &Result<PolicyDecisions<'_>, Error>) {
+    fn record(&mut self, now: u64, result: &Result<PolicyDecisions<'_>, QueryError>) {
         self.requests += 1;
         let decisions = match result {
             Ok(decisions) => decisions,
@@ -165,9 +165,9 @@ impl RunCounts {
     }
 
     #[cold]
-    fn add_example(&mut self, error: &Error) {
+    fn add_example(&mut self, error: &QueryError) {
         let text = match error {
-            Error::UnknownPeer => "a policy needs ip, which the line does not have".to_owned(),
+            QueryError::UnknownPeer => "a policy needs ip, which the line does not have".to_owned(),
             other => other.to_string(),
         };
         if self.error_examples.len() < MAX_ERROR_EXAMPLES && !self.error_examples.contains(&text) {

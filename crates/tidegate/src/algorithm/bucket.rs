@@ -9,8 +9,7 @@
 //! The level is a whole number of units plus a fraction in W-ths of a unit. Each microsecond drains
 //! L/W of a unit, which is exactly L such parts, so integer arithmetic never drifts.
 
-use super::{Algorithm, Counter, mul_div_rem};
-use crate::quota::Quota;
+use super::{Algorithm, Counter, Parameters, mul_div_rem};
 
 /// The clock skew, in microseconds, up to which a stored time later than now does not mean that the
 /// clock stepped back: each CPU core reads its own cycle counter. Storing the earlier time would
@@ -38,13 +37,13 @@ impl Bucket {
 
     /// Adapts the level to a quota that was changed since the last write, or to an overdraft.
     #[cold]
-    fn adapt_to(&mut self, quota: &Quota) {
+    fn adapt_to(&mut self, quota: &Parameters) {
         // The fraction is in parts of another window: round it up to a whole unit, which never
         // admits too much.
-        if self.part > 0 && self.window != quota.window_micros() {
+        if self.part > 0 && self.window != quota.window() {
             (self.level, self.part) = (self.level + 1, 0);
         }
-        self.window = quota.window_micros();
+        self.window = quota.window();
         // The limit was lowered.
         if self.level >= quota.max_level() {
             (self.level, self.part) = (quota.max_level(), 0);
@@ -59,8 +58,8 @@ impl Bucket {
 
     /// Returns the time to drain `units` and the fraction.
     #[inline]
-    pub(super) fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
-        let (window, limit) = (quota.window_micros(), quota.limit());
+    pub(super) fn drain_time(&self, quota: &Parameters, units: u64) -> u64 {
+        let (window, limit) = (quota.window(), quota.limit());
         // Usually all of it fits 64 bits, and one division is enough.
         if let Some(parts) =
             units.checked_mul(window).and_then(|parts| parts.checked_add(self.part))
@@ -74,8 +73,8 @@ impl Bucket {
 
 impl Counter for Bucket {
     #[inline]
-    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
-        let window = quota.window_micros();
+    fn advance_to(&mut self, quota: &Parameters, now: u64) -> bool {
+        let window = quota.window();
         if self.window != window || self.level > quota.burst() {
             self.adapt_to(quota);
         }
@@ -99,7 +98,7 @@ impl Counter for Bucket {
     }
 
     #[inline]
-    fn remaining(&self, quota: &Quota) -> u64 {
+    fn remaining(&self, quota: &Parameters) -> u64 {
         quota.burst().saturating_sub(self.occupied())
     }
 
@@ -108,17 +107,17 @@ impl Counter for Bucket {
     }
 
     #[inline]
-    fn wait_for(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
+    fn wait_for(&self, quota: &Parameters, _now: u64, cost: u64) -> u64 {
         self.drain_time(quota, self.level + cost - quota.burst())
     }
 
     #[inline]
-    fn reset_after(&self, quota: &Quota, _now: u64, extra: u64) -> u64 {
+    fn reset_after(&self, quota: &Parameters, _now: u64, extra: u64) -> u64 {
         self.drain_time(quota, self.level + extra)
     }
 
     #[inline]
-    fn delay(&self, quota: &Quota) -> u64 {
+    fn delay(&self, quota: &Parameters) -> u64 {
         match quota.algorithm() {
             Algorithm::LeakyBucket => self.drain_time(quota, self.level),
             _ => 0,
@@ -126,13 +125,13 @@ impl Counter for Bucket {
     }
 
     #[inline]
-    fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+    fn spend(&mut self, _quota: &Parameters, _now: u64, cost: u64) {
         self.level += cost;
     }
 
     /// Returns the cost minus the units that have drained since the charge.
-    fn refund(&mut self, quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
-        let window = quota.window_micros();
+    fn refund(&mut self, quota: &Parameters, _now: u64, cost: u64, charged_at: u64) {
+        let window = quota.window();
         let age = if charged_at == 0 { 0 } else { self.time.saturating_sub(charged_at) };
         let (drained, drained_parts) = mul_div_rem(age, quota.limit(), window);
         let Some(mut units) =

@@ -3,8 +3,7 @@
 //! Windows are aligned to the Unix epoch. If the clock steps back, the key gets one window that
 //! starts at the step instead, so that its count stays in force for exactly one window.
 
-use super::Counter;
-use crate::quota::Quota;
+use super::{Counter, Parameters};
 
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct FixedWindow {
@@ -14,8 +13,8 @@ pub(crate) struct FixedWindow {
 
 impl Counter for FixedWindow {
     #[inline]
-    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
-        let window = quota.window_micros();
+    fn advance_to(&mut self, quota: &Parameters, now: u64) -> bool {
+        let window = quota.window();
         let stepped_back = self.start > now;
         if stepped_back {
             self.start = now;
@@ -26,7 +25,7 @@ impl Counter for FixedWindow {
     }
 
     #[inline]
-    fn remaining(&self, quota: &Quota) -> u64 {
+    fn remaining(&self, quota: &Parameters) -> u64 {
         quota.limit().saturating_sub(self.count)
     }
 
@@ -36,22 +35,22 @@ impl Counter for FixedWindow {
     }
 
     #[inline]
-    fn wait_for(&self, quota: &Quota, now: u64, _cost: u64) -> u64 {
-        self.start + quota.window_micros() - now
+    fn wait_for(&self, quota: &Parameters, now: u64, _cost: u64) -> u64 {
+        self.start + quota.window() - now
     }
 
     #[inline]
-    fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64 {
-        if self.count + extra == 0 { 0 } else { self.start + quota.window_micros() - now }
+    fn reset_after(&self, quota: &Parameters, now: u64, extra: u64) -> u64 {
+        if self.count + extra == 0 { 0 } else { self.start + quota.window() - now }
     }
 
     #[inline]
-    fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+    fn spend(&mut self, _quota: &Parameters, _now: u64, cost: u64) {
         self.count += cost;
     }
 
     /// Returns the units, unless the charge was made in an earlier window.
-    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
+    fn refund(&mut self, _quota: &Parameters, _now: u64, cost: u64, charged_at: u64) {
         if charged_at > 0 && charged_at < self.start {
             return;
         }

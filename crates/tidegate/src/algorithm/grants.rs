@@ -1,8 +1,7 @@
 //! [`Grants`]: the result of equal acquires of one charge, which a script decides with one read and
 //! one write, and the decision of each of them.
 
-use super::{Algorithm, Bucket, Counter, RawDecision, SlidingCounter};
-use crate::quota::Quota;
+use super::{Algorithm, Bucket, Counter, Parameters, RawDecision, SlidingCounter};
 
 /// The result of equal acquires of one charge, as the script reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +51,7 @@ impl CounterSnapshot {
 
 impl Grants {
     /// Returns the decision of the acquire that follows `preceding` equal ones.
-    pub(crate) fn decision(&self, quota: &Quota, cost: u64, preceding: u64) -> RawDecision {
+    pub(crate) fn decision(&self, quota: &Parameters, cost: u64, preceding: u64) -> RawDecision {
         if preceding >= self.granted {
             return RawDecision {
                 allowed: false,
@@ -64,7 +63,7 @@ impl Grants {
         }
         let (before, after) = (preceding * cost, (preceding + 1) * cost);
         let (reset_after, delay) = match self.snapshot {
-            CounterSnapshot::Log => (quota.window_micros(), 0),
+            CounterSnapshot::Log => (quota.window(), 0),
             CounterSnapshot::Window { left } => (left, 0),
             CounterSnapshot::Counter { current, elapsed } => {
                 (SlidingCounter::in_window(current, elapsed).reset_after(quota, elapsed, after), 0)
@@ -86,12 +85,9 @@ impl Grants {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
-    use super::super::{FixedWindow, SlidingLog, apply};
+    use super::super::{FixedWindow, Operation, SlidingLog, apply};
     use super::*;
     use crate::action::Action;
-    use crate::charge::Charge;
 
     const NOW: u64 = 1_700_049_612_345_678;
 
@@ -103,7 +99,7 @@ mod tests {
                     check::<SlidingLog>(algorithm, |_, _, _| CounterSnapshot::Log);
                 }
                 Algorithm::FixedWindow => check::<FixedWindow>(algorithm, |_, quota, now| {
-                    let window = quota.window_micros();
+                    let window = quota.window();
                     CounterSnapshot::Window { left: window - now % window }
                 }),
                 Algorithm::SlidingCounter => check::<SlidingCounter>(algorithm, |counter, _, _| {
@@ -122,24 +118,24 @@ mod tests {
     /// `snapshot` returns the script's report about an advanced counter.
     fn check<C: Counter + Default>(
         algorithm: Algorithm,
-        snapshot: impl Fn(&C, &Quota, u64) -> CounterSnapshot,
+        snapshot: impl Fn(&C, &Parameters, u64) -> CounterSnapshot,
     ) {
         for (limit, cost, earlier) in [(10, 1, 0), (10, 3, 2), (7, 2, 3), (1_000_003, 17, 40)] {
-            let quota =
-                Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
-            let charge = Charge::new("k", &quota);
+            let quota = Parameters::new(algorithm, limit, 60_000_001, limit);
             let mut counter = C::default();
+            let mut decide = |action, cost, now| {
+                let operation =
+                    Operation { action, quota: &quota, cost, charged_at: 0, now, all_fit: true };
+                (apply(&mut counter, &operation).decision, snapshot(&counter, &quota, now))
+            };
             for number in 0..earlier {
-                apply(&mut counter, Action::Acquire, &charge, NOW + 1_000 * number, true);
+                decide(Action::Acquire, 1, NOW + 1_000 * number);
             }
             let now = NOW + 123_457;
-            let peeked = apply(&mut counter, Action::Peek, &charge, now, true).decision;
+            let (peeked, snapshot) = decide(Action::Peek, 1, now);
             let remaining = peeked.remaining + u64::from(peeked.allowed);
-            let snapshot = snapshot(&counter, &quota, now);
-            let charge = charge.with_cost(cost);
-            let decisions: Vec<RawDecision> = (0..12)
-                .map(|_| apply(&mut counter, Action::Acquire, &charge, now, true).decision)
-                .collect();
+            let decisions: Vec<RawDecision> =
+                (0..12).map(|_| decide(Action::Acquire, cost, now).0).collect();
             let granted = decisions.iter().filter(|decision| decision.allowed).count() as u64;
             let denied = decisions.last().filter(|decision| !decision.allowed);
             let grants = Grants {

@@ -190,6 +190,7 @@ mod tests {
             let Ok(quota) = quota.with_burst(burst) else { return Ok(()) };
             let (units, part, cost) = (units % (burst + 1), part % window, 1 + cost % burst);
             let elapsed = elapsed % (1 << 52);
+            let quota = *quota.parameters();
             let narrow = quota.narrow();
             prop_assert_eq!(narrow.can_admit(cost), burst.saturating_mul(window) < 1 << 60);
             prop_assert!(!narrow.can_admit(0) && !narrow.can_admit(burst + 1));

@@ -4,8 +4,7 @@
 //! If the clock steps back, the windows of the key start at the step, with both counts in full, and
 //! keep that offset until nothing counts any more. Aligning them earlier would admit more.
 
-use super::{Counter, mul_div_ceil, mul_div_rem};
-use crate::quota::Quota;
+use super::{Counter, Parameters, mul_div_ceil, mul_div_rem};
 
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SlidingCounter {
@@ -44,8 +43,8 @@ fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
 
 impl Counter for SlidingCounter {
     #[inline]
-    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
-        let window = quota.window_micros();
+    fn advance_to(&mut self, quota: &Parameters, now: u64) -> bool {
+        let window = quota.window();
         let stepped_back = self.start > now;
         if stepped_back {
             self.start = now;
@@ -63,8 +62,8 @@ impl Counter for SlidingCounter {
     }
 
     #[inline]
-    fn remaining(&self, quota: &Quota) -> u64 {
-        quota.limit().saturating_sub(self.current + self.carried_over(quota.window_micros()))
+    fn remaining(&self, quota: &Parameters) -> u64 {
+        quota.limit().saturating_sub(self.current + self.carried_over(quota.window()))
     }
 
     #[inline]
@@ -72,13 +71,13 @@ impl Counter for SlidingCounter {
         self.current
     }
 
-    fn is_overdrawn(&self, quota: &Quota) -> bool {
-        self.current + self.carried_over(quota.window_micros()) > quota.limit()
+    fn is_overdrawn(&self, quota: &Parameters) -> bool {
+        self.current + self.carried_over(quota.window()) > quota.limit()
     }
 
     #[inline]
-    fn wait_for(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
-        let window = quota.window_micros();
+    fn wait_for(&self, quota: &Parameters, _now: u64, cost: u64) -> u64 {
+        let window = quota.window();
         match quota.limit().checked_sub(self.current + cost) {
             Some(room) => elapsed_until(self.previous, room, window) - self.elapsed,
             // In the next window, the units of the current one become the previous ones.
@@ -89,8 +88,8 @@ impl Counter for SlidingCounter {
     }
 
     #[inline]
-    fn reset_after(&self, quota: &Quota, _now: u64, extra: u64) -> u64 {
-        let window = quota.window_micros();
+    fn reset_after(&self, quota: &Parameters, _now: u64, extra: u64) -> u64 {
+        let window = quota.window();
         match self.current + extra {
             0 => elapsed_until(self.previous, 0, window).saturating_sub(self.elapsed),
             current => window - self.elapsed + elapsed_until(current, 0, window),
@@ -98,18 +97,18 @@ impl Counter for SlidingCounter {
     }
 
     #[inline]
-    fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+    fn spend(&mut self, _quota: &Parameters, _now: u64, cost: u64) {
         self.current += cost;
     }
 
-    fn refund(&mut self, quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
+    fn refund(&mut self, quota: &Parameters, _now: u64, cost: u64, charged_at: u64) {
         if charged_at == 0 {
             let from_previous = cost.min(self.previous);
             self.previous -= from_previous;
             self.current = self.current.saturating_sub(cost - from_previous);
         } else if charged_at >= self.start {
             self.current = self.current.saturating_sub(cost);
-        } else if charged_at + quota.window_micros() >= self.start {
+        } else if charged_at + quota.window() >= self.start {
             self.previous = self.previous.saturating_sub(cost);
         }
     }

@@ -6,8 +6,7 @@
 
 use std::collections::VecDeque;
 
-use super::Counter;
-use crate::quota::Quota;
+use super::{Counter, Parameters};
 
 #[derive(Debug, Default)]
 pub(crate) struct SlidingLog {
@@ -54,7 +53,7 @@ impl SlidingLog {
     /// log doubles, but not beyond the entries that its limit needs. The log must have been
     /// advanced to `now`, because its older entries make room.
     #[inline]
-    pub(crate) fn growth_for_spending(&self, quota: &Quota, now: u64) -> Option<LogGrowth> {
+    pub(crate) fn growth_for_spending(&self, quota: &Parameters, now: u64) -> Option<LogGrowth> {
         let len = self.entries.len();
         if self.first > 0 || len < self.capacity() {
             return None;
@@ -123,13 +122,13 @@ impl SlidingLog {
     }
 
     /// Returns the time until the oldest `units` have left the window.
-    fn wait_until_gone(&self, quota: &Quota, now: u64, units: u64) -> u64 {
+    fn wait_until_gone(&self, quota: &Parameters, now: u64, units: u64) -> u64 {
         if units > self.units() {
-            return quota.window_micros();
+            return quota.window();
         }
         let target = self.window_base() + units;
         let last_to_leave = self.partition_point_from(self.first, |entry| entry.total < target);
-        self.entries[last_to_leave].time.min(now) + quota.window_micros() - now
+        self.entries[last_to_leave].time.min(now) + quota.window() - now
     }
 
     /// Removes up to `cost` units, starting at the first entry that is not older than `since`.
@@ -158,21 +157,21 @@ impl SlidingLog {
 }
 
 #[cold]
-fn growth(len: usize, quota: &Quota) -> LogGrowth {
+fn growth(len: usize, quota: &Parameters) -> LogGrowth {
     let limit = usize::try_from(quota.limit()).unwrap_or(usize::MAX);
     let best = len.min(limit.saturating_sub(len)).max(MIN_GROWTH);
     LogGrowth { least: best.min(4 * MIN_GROWTH + len / 64), best }
 }
 
 impl Counter for SlidingLog {
-    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
-        let window = quota.window_micros();
+    fn advance_to(&mut self, quota: &Parameters, now: u64) -> bool {
+        let window = quota.window();
         let has_left = |entry: &LogEntry| entry.time + window <= now;
         self.first = self.partition_point_from(0, has_left);
         self.entries.back().is_some_and(|entry| entry.time > now)
     }
 
-    fn remaining(&self, quota: &Quota) -> u64 {
+    fn remaining(&self, quota: &Parameters) -> u64 {
         quota.limit().saturating_sub(self.units())
     }
 
@@ -180,27 +179,27 @@ impl Counter for SlidingLog {
         self.units()
     }
 
-    fn wait_for(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
+    fn wait_for(&self, quota: &Parameters, now: u64, cost: u64) -> u64 {
         self.wait_until_gone(quota, now, (self.units() + cost).saturating_sub(quota.limit()))
     }
 
     /// A denial that counts adds its own units, which are the newest and leave last.
-    fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
+    fn retry_after(&self, quota: &Parameters, now: u64, cost: u64) -> u64 {
         let counted = if quota.count_denied() { cost } else { 0 };
         self.wait_until_gone(quota, now, self.units() + counted + cost - quota.limit())
     }
 
-    fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64 {
+    fn reset_after(&self, quota: &Parameters, now: u64, extra: u64) -> u64 {
         if extra > 0 {
-            return quota.window_micros();
+            return quota.window();
         }
         match self.entries.back() {
-            Some(newest) if self.units() > 0 => newest.time.min(now) + quota.window_micros() - now,
+            Some(newest) if self.units() > 0 => newest.time.min(now) + quota.window() - now,
             _ => 0,
         }
     }
 
-    fn spend(&mut self, quota: &Quota, now: u64, cost: u64) {
+    fn spend(&mut self, quota: &Parameters, now: u64, cost: u64) {
         self.normalize(now);
         if cost > 0 {
             self.push(now, self.last_total() + cost);
@@ -215,9 +214,9 @@ impl Counter for SlidingLog {
         self.shrink();
     }
 
-    fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
+    fn refund(&mut self, quota: &Parameters, now: u64, cost: u64, charged_at: u64) {
         self.normalize(now);
-        if charged_at == 0 || charged_at + quota.window_micros() > now {
+        if charged_at == 0 || charged_at + quota.window() > now {
             self.remove(charged_at, cost);
         }
         self.shrink();

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use http::request::Parts;
 
-use crate::limiter::Error;
-use crate::policy::{PolicyDecisions, Progress, Waiting};
+use crate::policy::{PolicyDecisions, Progress, QueryError, Waiting};
 
 /// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
 /// counts.
@@ -22,7 +21,7 @@ use crate::policy::{PolicyDecisions, Progress, Waiting};
 /// use http::request::Parts;
 /// use http::{Request, Response, StatusCode};
 /// use tidegate::layer::{RateLimitLayer, RequestLimiter, RequestParts};
-/// use tidegate::{Action, ClientIp, Error, Limiter, MemoryStore, Policies, Policy};
+/// use tidegate::{Action, ClientIp, QueryError, Limiter, MemoryStore, Policies, Policy};
 /// use tidegate::{PolicyDecisions, PolicyLimiter, Progress, Query, Quota, Waiting};
 /// use tower::{Layer as _, ServiceExt as _, service_fn};
 ///
@@ -52,7 +51,7 @@ use crate::policy::{PolicyDecisions, Progress, Waiting};
 ///         &'a self,
 ///         snapshot: &'a PolicyLimiter,
 ///         parts: &'a Parts,
-///     ) -> Result<Progress<'a>, Error> {
+///     ) -> Result<Progress<'a>, QueryError> {
 ///         let request = RequestParts::new(parts, None, &self.client_ip);
 ///         snapshot.start(Action::Acquire, Query::attributes(&request))
 ///     }
@@ -62,7 +61,7 @@ use crate::policy::{PolicyDecisions, Progress, Waiting};
 ///         snapshot: &'a PolicyLimiter,
 ///         _parts: &Parts,
 ///         waiting: Waiting<'a>,
-///     ) -> Result<PolicyDecisions<'a>, Error> {
+///     ) -> Result<PolicyDecisions<'a>, QueryError> {
 ///         snapshot.finish(waiting).await
 ///     }
 ///
@@ -108,7 +107,7 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
         &'a self,
         snapshot: &'a Self::Snapshot,
         parts: &'a Parts,
-    ) -> Result<Progress<'a>, Error>;
+    ) -> Result<Progress<'a>, QueryError>;
 
     /// Completes a decision that waits for the store.
     fn finish<'a>(
@@ -116,7 +115,7 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
         snapshot: &'a Self::Snapshot,
         parts: &Parts,
         waiting: Waiting<'a>,
-    ) -> impl Future<Output = Result<PolicyDecisions<'a>, Error>> + Send;
+    ) -> impl Future<Output = Result<PolicyDecisions<'a>, QueryError>> + Send;
 
     /// Returns the units that an admitted request took, because
     /// [`RateLimitLayer::refund_on`](super::RateLimitLayer::refund_on) accepts the status of its

@@ -11,11 +11,12 @@ use http::request::Parts;
 
 use super::request_limiter::RequestLimiter;
 use super::request_parts::{Peer, RequestParts};
+use crate::charge::OnStoreFailure;
 use crate::client_ip::ClientIp;
-use crate::limiter::{Error, Limiter};
+use crate::limiter::Limiter;
 use crate::policy::{
-    Attributes as _, KeySource, Observer, OnStoreFailure, Policies, PolicyDecisions, PolicyLimiter,
-    PreparedCharge, Progress, Query, Waiting, text,
+    Attributes as _, KeySource, Observer, Policies, PolicyDecisions, PolicyLimiter, PreparedCharge,
+    Progress, Query, QueryError, Waiting, decode_value,
 };
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -135,7 +136,7 @@ pub struct RequestOptions {
 /// gates share. A custom [`RequestLimiter`] reads requests itself, for example by
 /// [`RequestParts`], and does not need it.
 pub trait ConfigureRequest: RequestLimiter {
-    #[doc(hidden)]
+    /// Returns the options, to change them.
     fn options(&mut self) -> &mut RequestOptions;
 }
 
@@ -174,20 +175,20 @@ impl<S: Store> QuotaRequestLimiter<S> {
     }
 
     /// Returns the key of a request; `None` if the request lacks it and is not limited.
-    fn key<'r>(&self, parts: &'r Parts) -> Result<Option<Cow<'r, str>>, Error> {
+    fn key<'r>(&self, parts: &'r Parts) -> Result<Option<Cow<'r, str>>, QueryError> {
         let key = match &self.key {
             KeySelector::All => Some(Cow::Borrowed("all")),
             KeySelector::Custom(key) => key(parts),
             KeySelector::Header { source, name } => {
                 let mut values = parts.headers.get_all(name).iter();
-                let value = values.next().map(|value| text(value.as_bytes()));
+                let value = values.next().map(|value| decode_value(value.as_bytes()));
                 source.read_one(value, values.next().is_some(), self.policy_name())?
             }
             KeySelector::Source(source) => {
                 let request = self.options.request_parts(parts);
                 let key = source.read(&request, self.policy_name())?.map(Cow::into_owned);
                 if request.lacks_peer() {
-                    return Err(Error::UnknownPeer);
+                    return Err(QueryError::UnknownPeer);
                 }
                 key.map(Cow::Owned)
             }
@@ -201,7 +202,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
     }
 
     /// Returns the charge of a request; `None` if the request is not limited.
-    fn charge<'a>(&'a self, parts: &'a Parts) -> Result<Option<PreparedCharge<'a>>, Error> {
+    fn charge<'a>(&'a self, parts: &'a Parts) -> Result<Option<PreparedCharge<'a>>, QueryError> {
         let cost = self.options.cost(parts).unwrap_or(1);
         let key = if cost == 0 { None } else { self.key(parts)? };
         Ok(key.map(|key| {
@@ -223,7 +224,7 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
 
     fn snapshot(&self) {}
 
-    fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, Error> {
+    fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, QueryError> {
         match self.charge(parts)? {
             Some(charge) => self.limiter.start(Action::Acquire, Query::charge(charge)),
             None => Ok(Progress::Decided(PolicyDecisions::default())),
@@ -235,7 +236,7 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
         (): &'a (),
         _parts: &Parts,
         waiting: Waiting<'a>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+    ) -> Result<PolicyDecisions<'a>, QueryError> {
         self.limiter.finish(waiting).await
     }
 
@@ -253,7 +254,7 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLi
 
     fn snapshot(&self) {}
 
-    fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, Error> {
+    fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, QueryError> {
         let cost = self.options.cost(parts);
         if cost == Some(0) {
             return Ok(Progress::Decided(PolicyDecisions::default()));
@@ -267,7 +268,7 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLi
         (): &'a (),
         _parts: &Parts,
         waiting: Waiting<'a>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+    ) -> Result<PolicyDecisions<'a>, QueryError> {
         self.limiter.finish(waiting).await
     }
 

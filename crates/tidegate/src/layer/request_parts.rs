@@ -9,7 +9,7 @@ use http::header::{COOKIE, HOST, HeaderMap, HeaderValue};
 use http::request::Parts;
 
 use crate::client_ip::ClientIp;
-use crate::policy::{Attributes, normalize_host, text, trimmed};
+use crate::policy::{Attributes, decode_value, normalize_host, trimmed};
 
 /// Attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`, and [`CustomAttributes`]. The Tower layer, the gateway and forward-auth all read
@@ -190,14 +190,15 @@ impl<'a> RequestParts<'a> {
             return Some(normalize_host(host));
         }
         let header = self.headers.get(HOST).filter(|_| self.reads_host_header)?;
-        Some(match text(header.as_bytes()) {
+        Some(match decode_value(header.as_bytes()) {
             Cow::Borrowed(host) => normalize_host(host),
             Cow::Owned(host) => Cow::Owned(normalize_host(&host).into_owned()),
         })
     }
 
     fn header(&self, name: &str) -> Option<Cow<'_, str>> {
-        let mut values = self.headers.get_all(name).iter().map(|value| text(value.as_bytes()));
+        let mut values =
+            self.headers.get_all(name).iter().map(|value| decode_value(value.as_bytes()));
         let first = values.next()?;
         // Cookies are the one list that commas do not separate (RFC 9113, 8.2.3).
         let separator = if name.eq_ignore_ascii_case(COOKIE.as_str()) { "; " } else { ", " };
@@ -221,8 +222,9 @@ impl<'a> RequestParts<'a> {
             let equals = pair.iter().position(|byte| *byte == b'=')?;
             let (key, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
             // Frameworks also remove spaces that are not ASCII.
-            let is_named = key == name.as_bytes() || !key.is_ascii() && trimmed(&text(key)) == name;
-            (!name.is_empty() && is_named).then(|| text(value))
+            let is_named =
+                key == name.as_bytes() || !key.is_ascii() && trimmed(&decode_value(key)) == name;
+            (!name.is_empty() && is_named).then(|| decode_value(value))
         })
     }
 }
@@ -394,7 +396,7 @@ fn form_decoded(encoded: &str) -> Cow<'_, str> {
         bytes.push(byte);
         rest = &after[used..];
     }
-    Cow::Owned(text(&bytes).into_owned())
+    Cow::Owned(decode_value(&bytes).into_owned())
 }
 
 #[cfg(test)]

@@ -16,12 +16,11 @@ use super::log_throttle::LogThrottle;
 use crate::charge::ChargeError;
 use crate::decision::Source;
 use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
-use crate::limiter::Error;
-use crate::policy::{PathError, PolicyDecision, PolicyDecisions, SelectError};
+use crate::policy::{PathError, PolicyDecision, PolicyDecisions, QueryError, SelectError};
 
 type OnDenied = dyn Fn(&Denial<'_>) -> Response<Bytes> + Send + Sync;
 type PartitionKey = dyn Fn(&PolicyDecision<'_>) -> Option<[u8; 16]> + Send + Sync;
-type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
+type OnError = dyn Fn(&QueryError) -> Response<Bytes> + Send + Sync;
 
 /// Denied request, from which [`RateLimitLayer::on_denied`] builds its response.
 ///
@@ -145,7 +144,7 @@ impl Responses {
         response
     }
 
-    pub(super) fn error_response<B>(&self, parts: &Parts, error: &Error) -> Response<Body<B>> {
+    pub(super) fn error_response<B>(&self, parts: &Parts, error: &QueryError) -> Response<Body<B>> {
         // Only the operator sees the reason: it may name servers.
         let (status, code) = class(error);
         if status.is_server_error() {
@@ -197,29 +196,29 @@ fn too_many_requests(denial: &Denial<'_>) -> Response<Bytes> {
     problem(status, (QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE), &denial.detail(), &more)
 }
 
-fn no_decision(error: &Error) -> Response<Bytes> {
+fn no_decision(error: &QueryError) -> Response<Bytes> {
     let status = class(error).0;
     problem(status, blank(status), &explanation(error), "")
 }
 
 /// Returns the statuses of an error: of the client, the store or the setup.
-fn class(error: &Error) -> (StatusCode, Code) {
+fn class(error: &QueryError) -> (StatusCode, Code) {
     use ChargeError::{CostTooHigh, Key, ZeroCost};
     match error {
-        Error::Store(_) => (StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable),
-        Error::Select(SelectError::Path(PathError::TooLong(_))) => {
+        QueryError::Store(_) => (StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable),
+        QueryError::Select(SelectError::Path(PathError::TooLong(_))) => {
             (StatusCode::URI_TOO_LONG, Code::InvalidArgument)
         }
-        Error::Select(_) | Error::Charge(Key(_) | CostTooHigh { .. } | ZeroCost) => {
+        QueryError::Select(_) | QueryError::Charge(Key(_) | CostTooHigh { .. } | ZeroCost) => {
             (StatusCode::BAD_REQUEST, Code::InvalidArgument)
         }
-        Error::Charge(_) | Error::UnknownPeer | Error::UnknownPolicy { .. } => {
+        QueryError::Charge(_) | QueryError::UnknownPeer | QueryError::UnknownPolicy { .. } => {
             (StatusCode::INTERNAL_SERVER_ERROR, Code::Internal)
         }
     }
 }
 
-fn explanation(error: &Error) -> String {
+fn explanation(error: &QueryError) -> String {
     match class(error).1 {
         Code::InvalidArgument => error.to_string(),
         Code::Unavailable => "the limits cannot be checked now: try again in a moment".to_owned(),
@@ -315,15 +314,18 @@ mod tests {
 
     #[test]
     fn error_has_the_status_of_its_cause_and_shows_no_secret() {
-        let store = Error::Store(StoreError::Unreachable("redis at 10.0.0.7".to_owned()));
+        let store = QueryError::Store(StoreError::Unreachable("redis at 10.0.0.7".to_owned()));
         let response = no_decision(&store);
         assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         let detail = json(&response)["detail"].as_str().map(str::to_owned).expect("a detail");
         assert!(!detail.contains("10.0.0.7"), "{detail}");
-        let costly = Error::Charge(ChargeError::CostTooHigh { cost: 7, most: 5 });
+        let costly = QueryError::Charge(ChargeError::CostTooHigh { cost: 7, most: 5 });
         assert_eq!(no_decision(&costly).status(), StatusCode::BAD_REQUEST);
         let detail = json(&no_decision(&costly))["detail"].as_str().map(str::to_owned);
         assert!(detail.is_some_and(|detail| detail.contains("at most 5")));
-        assert_eq!(no_decision(&Error::UnknownPeer).status(), StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(
+            no_decision(&QueryError::UnknownPeer).status(),
+            StatusCode::INTERNAL_SERVER_ERROR
+        );
     }
 }

@@ -17,8 +17,7 @@ use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
 use super::{LayerState, grpc};
-use crate::limiter::Error;
-use crate::policy::{PolicyDecisions, Progress, Waiting};
+use crate::policy::{PolicyDecisions, Progress, QueryError, Waiting};
 
 /// Service that passes admitted requests to the inner service.
 ///
@@ -242,7 +241,7 @@ impl<G> LayerState<G> {
     fn admitted<'a, R>(
         &self,
         parts: &Parts,
-        decided: Result<PolicyDecisions<'a>, Error>,
+        decided: Result<PolicyDecisions<'a>, QueryError>,
     ) -> Result<PolicyDecisions<'a>, Response<Body<R>>> {
         let response = match decided {
             Err(error) => self.responses.error_response(parts, &error),

@@ -1,6 +1,5 @@
 //! [`Blocking`]: the calls of a [`Limiter`] without `async`.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +7,7 @@ use super::{Error, Limiter, Next, Wait, check, without_counting_denials};
 use crate::charge::{Charge, OwnedCharge};
 use crate::decision::{Decision, Decisions};
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Outcome, Store, StoreError};
+use crate::store::{Action, BlockingStore, Outcome};
 
 impl<S: BlockingStore> Limiter<S> {
     /// Returns the same calls without `async`.
@@ -19,30 +18,10 @@ impl<S: BlockingStore> Limiter<S> {
     ///
     /// Do not call them on Redis in async code, which has the same calls with `.await`: a blocked
     /// thread runs no other tasks. They do not panic there. On the only thread of the runtime that
-    /// the store was connected in, each call ends with [`StoreError::Misconfigured`].
+    /// the store was connected in, each call ends with [`StoreError::Misconfigured`](crate::StoreError::Misconfigured).
     #[must_use]
     pub fn blocking(&self) -> Blocking<'_, S> {
         Blocking { store: &self.store }
-    }
-}
-
-/// Store that can be called without `async`, by [`Limiter::blocking`]: a [`MemoryStore`], a
-/// `RedisStore`, and a `RedisStore` inside a `DenyCache` and a `Fallback`.
-pub trait BlockingStore: Store + Sized {
-    /// Runs a call whose answer is [pending](crate::store::Outcome::Pending), and blocks the thread
-    /// until the answer.
-    fn block_on<T: Send + 'static>(
-        &self,
-        call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
-    ) -> Result<T, StoreError>;
-}
-
-impl BlockingStore for MemoryStore {
-    fn block_on<T: Send + 'static>(
-        &self,
-        _call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
-    ) -> Result<T, StoreError> {
-        Err(StoreError::Misconfigured("memory answers without waiting".to_owned()))
     }
 }
 

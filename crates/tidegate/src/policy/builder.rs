@@ -1,9 +1,7 @@
 //! [`PolicyBuilder`]: collects the parts of a policy in any order and validates them at the end.
 
-use super::{
-    AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, PathRules, Policy, PolicyError,
-    ShowKeys,
-};
+use super::{AttributeNames, Cost, MissingKey, Mode, PathRules, Policy, PolicyError, ShowKeys};
+use crate::charge::OnStoreFailure;
 use crate::quota::Quota;
 
 /// Builder of a [`Policy`]. The order of the calls does not matter; [`build`](Self::build)

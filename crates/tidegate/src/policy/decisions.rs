@@ -353,7 +353,6 @@ impl<'a> PolicyDecision<'a> {
     /// index into its charges.
     ///
     /// [`Query::prepared`]: crate::Query::prepared
-    #[doc(hidden)]
     #[must_use]
     pub fn position(&self) -> usize {
         self.position

@@ -1,7 +1,11 @@
-//! [`PolicyError`]: why a policy, or a set of policies, is invalid.
+//! [`PolicyError`]: why a policy, or a set of policies, is invalid. [`QueryError`]: why a request
+//! could not be decided.
 
-use super::AttributeError;
+use super::{AttributeError, SelectError};
+use crate::charge::ChargeError;
 use crate::key::KeyError;
+use crate::limiter::Error;
+use crate::store::StoreError;
 
 /// Error in a policy, or in a set of policies.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -57,4 +61,46 @@ pub enum PolicyError {
     /// The name of an attribute is unknown or malformed.
     #[error(transparent)]
     Attribute(#[from] AttributeError),
+}
+
+/// Error that leaves a [`Query`](crate::Query) undecided. A denial is not an error.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum QueryError {
+    /// A charge is invalid, whatever the counts are.
+    #[error(transparent)]
+    Charge(ChargeError),
+    /// The store failed.
+    #[error(transparent)]
+    Store(StoreError),
+    /// A policy cannot build a valid key from this request.
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    /// No policy has this name.
+    #[error("there is no policy {name:?}{}", suggestion(nearest.as_deref()))]
+    UnknownPolicy {
+        /// The name that was asked for.
+        name: String,
+        /// The most similar name of a policy.
+        nearest: Option<String>,
+    },
+    /// A limit counts by the client's address, which is unknown: the layer is not set up to find
+    /// it.
+    #[error(
+        "a limit counts by ip, but the address of the peer is unknown: configure the layer's `peer`"
+    )]
+    UnknownPeer,
+}
+
+impl From<Error> for QueryError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Charge(error) => Self::Charge(error),
+            Error::Store(error) => Self::Store(error),
+        }
+    }
+}
+
+fn suggestion(nearest: Option<&str>) -> String {
+    nearest.map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }

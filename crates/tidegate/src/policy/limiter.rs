@@ -10,10 +10,11 @@ use super::decisions::Entries;
 use super::key_source::shown;
 use super::query::Target;
 use super::{
-    Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query, Selection,
+    Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query,
+    QueryError, Selection,
 };
 use crate::clock::Timestamp;
-use crate::limiter::{Error, Limiter};
+use crate::limiter::Limiter;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store};
 
@@ -162,7 +163,7 @@ pub trait Observer: Send + Sync {
     }
 
     /// Called once per query that ended with an error: the store failed, or the query is invalid.
-    fn failed(&self, action: Action, error: &Error) {
+    fn failed(&self, action: Action, error: &QueryError) {
         let _ = (action, error);
     }
 
@@ -181,7 +182,7 @@ impl<T: Observer> Observer for Arc<T> {
         T::decided(self, action, decisions, start);
     }
 
-    fn failed(&self, action: Action, error: &Error) {
+    fn failed(&self, action: Action, error: &QueryError) {
         T::failed(self, action, error);
     }
 
@@ -245,7 +246,10 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     ///
     /// The request is undecided: the store failed, the query names an unknown policy, a key or cost
     /// is invalid, or the address of the client is unknown. A denial is not an error.
-    pub async fn acquire<'a>(&'a self, query: Query<'a, '_>) -> Result<PolicyDecisions<'a>, Error> {
+    pub async fn acquire<'a>(
+        &'a self,
+        query: Query<'a, '_>,
+    ) -> Result<PolicyDecisions<'a>, QueryError> {
         self.decide(Action::Acquire, query).await
     }
 
@@ -258,7 +262,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &'a self,
         action: Action,
         query: Query<'a, '_>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
+    ) -> Result<PolicyDecisions<'a>, QueryError> {
         match self.start(action, query)? {
             Progress::Decided(decisions) => Ok(decisions),
             Progress::Waiting(waiting) => self.finish(waiting).await,
@@ -272,7 +276,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &'a self,
         action: Action,
         query: Query<'a, '_>,
-    ) -> Result<Progress<'a>, Error> {
+    ) -> Result<Progress<'a>, QueryError> {
         // Also a lower bound on the time of the charges, for refunds: the clock is read once.
         let asked_at = self.limiter.store().clock().now();
         let on_span = query.on_span;
@@ -293,10 +297,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Decides a request whose decision waits for the store.
-    pub async fn finish<'a>(&self, waiting: Waiting<'a>) -> Result<PolicyDecisions<'a>, Error> {
+    pub async fn finish<'a>(
+        &self,
+        waiting: Waiting<'a>,
+    ) -> Result<PolicyDecisions<'a>, QueryError> {
         let Waiting { action, mut decisions, span } = waiting;
         let decided = self.decide_entries(&mut decisions.entries);
-        let decided = decided.instrument(span.clone()).await;
+        let decided = decided.instrument(span.clone()).await.map_err(QueryError::from);
         decided.inspect_err(|error| self.observer.failed(action, error))?;
         let decisions = self.decided(action, decisions);
         span.record("allowed", decisions.is_allowed());
@@ -321,7 +328,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// Decides the only limit of a request, if the store answers without waiting. Returns whether
     /// all is decided.
     #[inline]
-    fn decide_now(&self, entries: &mut Entries<'_>, action: Action) -> Result<bool, Error> {
+    fn decide_now(&self, entries: &mut Entries<'_>, action: Action) -> Result<bool, QueryError> {
         let [entry] = &mut **entries else { return Ok(entries.is_empty()) };
         if !entry.is_decided_alone() {
             return Ok(false);
@@ -330,6 +337,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let Some(decided) = self.limiter.decide_now(entry.action(), &charge) else {
             return Ok(false);
         };
+        let decided = decided.map_err(QueryError::from);
         let decision = decided.inspect_err(|error| self.observer.failed(action, error))?;
         entry.set(decision);
         Ok(true)
@@ -338,7 +346,11 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// Returns the undecided entries of a query. Rejections are already decided. Single charges are
     /// inlined: they are large, and a call would copy them.
     #[inline]
-    fn prepare<'a>(&'a self, action: Action, query: Query<'a, '_>) -> Result<Entries<'a>, Error> {
+    fn prepare<'a>(
+        &'a self,
+        action: Action,
+        query: Query<'a, '_>,
+    ) -> Result<Entries<'a>, QueryError> {
         let (cost, charged_at) = (query.cost, query.charged_at);
         Ok(match query.target {
             Target::Policy { policy, key } => {
@@ -374,17 +386,17 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         charged_at: Timestamp,
         attributes: &dyn Attributes,
         selection: Selection<'a>,
-    ) -> Result<Entries<'a>, Error> {
+    ) -> Result<Entries<'a>, QueryError> {
         if attributes.lacks_peer() {
-            return Err(Error::UnknownPeer);
+            return Err(QueryError::UnknownPeer);
         }
         self.report_missing_keys(&selection);
         if let Some(policy) = selection.rejected_by {
             let charge = PreparedCharge::rejected(policy, selection.missing_attribute);
             return Ok(Entries::one(charge.with_action(action)));
         }
-        let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
-        let charges = charges.map(|charge| charge.with_charged_at(charged_at));
+        let charges =
+            selection.charges.into_iter().map(|charge| charge.with_charged_at(charged_at));
         let shadow = selection.shadow_rejections.into_iter();
         let rejections = shadow.map(|policy| PreparedCharge::rejected(policy, None));
         Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
@@ -400,16 +412,15 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
 
     /// Selects among the policies that `filter` accepts, for a front door that prepares its own
     /// charges.
-    #[doc(hidden)]
     pub fn select_where(
         &self,
         attributes: &dyn Attributes,
         cost: Option<u64>,
         filter: impl Fn(&Policy) -> bool,
-    ) -> Result<Selection<'_>, Error> {
+    ) -> Result<Selection<'_>, QueryError> {
         let selection = self.policies.select_where(attributes, cost, filter)?;
         if attributes.lacks_peer() {
-            return Err(Error::UnknownPeer);
+            return Err(QueryError::UnknownPeer);
         }
         self.report_missing_keys(&selection);
         Ok(selection)
@@ -423,10 +434,10 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Returns the policy of this name, or an error with the most similar name.
-    pub fn policy(&self, name: &str) -> Result<&Policy, Error> {
+    pub fn policy(&self, name: &str) -> Result<&Policy, QueryError> {
         self.policies.get(name).ok_or_else(|| {
             let nearest = self.policies.nearest(name);
-            Error::UnknownPolicy { name: shown(name), nearest }
+            QueryError::UnknownPolicy { name: shown(name), nearest }
         })
     }
 }

@@ -270,8 +270,10 @@ async fn timeout_at<T>(
 mod tests {
     use std::time::Duration;
 
-    use crate::PreparedCharge;
-    use crate::{Action, Enforcement, Limiter, MemoryStore, Policies, PolicyLimiter, Query, Quota};
+    use crate::{
+        Action, Enforcement, Limiter, MemoryStore, Policies, PolicyLimiter, PreparedCharge, Query,
+        Quota,
+    };
 
     /// Returns what is left of each limit, in the order of the charges.
     async fn remaining(limiter: &PolicyLimiter, charges: Vec<PreparedCharge<'_>>) -> Vec<u64> {

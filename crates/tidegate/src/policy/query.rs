@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tracing::Span;
 
-use super::{Attributes, KeySource, Mode, OnStoreFailure, Policy, Selected};
-use crate::charge::Charge;
+use super::{Attributes, KeySource, Mode, Policy};
+use crate::charge::{Charge, OnStoreFailure};
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -71,7 +71,7 @@ impl<'a, 'q> Query<'a, 'q> {
     }
 
     /// Asks one policy, by its name and the value of its key. The conditions of the policy are not
-    /// checked. An unknown name is [`Error::UnknownPolicy`](crate::Error::UnknownPolicy).
+    /// checked. An unknown name is [`QueryError::UnknownPolicy`](crate::QueryError::UnknownPolicy).
     #[must_use]
     pub fn policy(policy: &'q str, key: &'a str) -> Self {
         Self::new(Target::Policy { policy, key })
@@ -98,14 +98,12 @@ impl<'a, 'q> Query<'a, 'q> {
 
     /// Asks several charges that the front door has prepared, each with its own action. At most
     /// [`MAX_CHARGES`](crate::MAX_CHARGES) are decided together.
-    #[doc(hidden)]
     #[must_use]
     pub fn prepared(charges: Vec<PreparedCharge<'a>>) -> Self {
         Self::new(Target::Prepared(charges))
     }
 
     /// Asks one charge that the front door has prepared, with its own action.
-    #[doc(hidden)]
     #[must_use]
     pub fn charge(charge: PreparedCharge<'a>) -> Self {
         Self::new(Target::Charge(charge))
@@ -173,7 +171,8 @@ impl From<Mode> for Enforcement {
     }
 }
 
-/// Charge of one limit on a request, ready to be decided.
+/// Charge of one limit on a request, ready to be decided: of a policy that applies, in a
+/// [`Selection`](super::Selection), or of a front door's own limit, for [`Query::prepared`].
 ///
 /// ```
 /// use std::time::Duration;
@@ -294,25 +293,20 @@ impl<'a> PreparedCharge<'a> {
         }
     }
 
+    /// Creates the acquire of a policy for a key. Without a cost, it has that of the policy.
     #[inline]
-    pub(super) fn of_policy(policy: &'a Policy, key: &'a str, cost: Option<u64>) -> Self {
+    pub(super) fn of_policy(
+        policy: &'a Policy,
+        key: impl Into<Cow<'a, str>>,
+        cost: Option<u64>,
+    ) -> Self {
+        let key = key.into();
+        let quota = policy.quota_for(&key);
         Self {
             cost: cost.unwrap_or_else(|| policy.default_cost()),
             enforcement: policy.mode().into(),
             on_store_failure: policy.on_store_failure(),
-            ..Self::new(policy.name(), key, policy.quota_for(key))
-        }
-    }
-
-    /// Creates the charge of a selected policy.
-    #[must_use]
-    pub fn of_selected(selected: Selected<'a>) -> Self {
-        let (policy, quota, cost) = (selected.policy(), selected.quota(), selected.cost());
-        Self {
-            cost,
-            enforcement: policy.mode().into(),
-            on_store_failure: policy.on_store_failure(),
-            ..Self::new(policy.name(), selected.into_key(), quota)
+            ..Self::new(policy.name(), key, quota)
         }
     }
 
@@ -432,8 +426,11 @@ impl<'a> PreparedCharge<'a> {
         self.enforcement == Enforcement::Shadow
     }
 
-    /// Returns the charge. An acquire with a capped cost asks for the burst at most.
-    pub(super) fn charge(&self) -> Option<Charge<'_>> {
+    /// Returns the charge, for a [`Limiter`](crate::Limiter); `None` for a limit of 0. An acquire
+    /// with a capped cost asks for the burst at most. A caller must ignore the denials of a charge
+    /// [in shadow mode](Self::is_shadow).
+    #[must_use]
+    pub fn charge(&self) -> Option<Charge<'_>> {
         let quota = self.quota()?;
         let capped = self.caps_cost && self.action == Action::Acquire;
         let cost = if capped { self.cost.min(quota.burst()) } else { self.cost };

@@ -7,9 +7,8 @@ use std::num::{IntErrorKind, ParseIntError};
 use super::index::Index;
 use super::{
     AttributeError, AttributeNames, Attributes, Condition, Cost, KeySource, MissingKey, Mode,
-    PathError, PathRules, Policy, PolicyError, join,
+    PathError, PathRules, Policy, PolicyError, PreparedCharge, join,
 };
-use crate::charge::Charge;
 use crate::key::{Key, KeyError};
 use crate::quota::Quota;
 
@@ -158,7 +157,6 @@ impl Policies {
 
     /// Returns the policies that a client bypasses by leaving out their key, and whose requests no
     /// other policy limits for all clients.
-    #[doc(hidden)]
     pub fn bypassable(&self) -> impl Iterator<Item = &Policy> {
         self.all.iter().filter(|policy| {
             policy.mode == Mode::Enforce
@@ -170,7 +168,6 @@ impl Policies {
 
     /// Replaces the quotas of one policy, also those of its overrides, for a comparison with
     /// others. `change` gets each quota, and whether it is that of an override.
-    #[doc(hidden)]
     pub fn with_quotas<E: From<PolicyError>>(
         mut self,
         name: &str,
@@ -354,15 +351,15 @@ pub enum SelectError {
 /// let selection = policies.select(&anonymous, None)?;
 /// assert_eq!(selection.rejected_by.map(|policy| policy.name()), Some("per-user"));
 /// assert_eq!(selection.charges.len(), 1);
-/// assert_eq!(selection.charges[0].policy().name(), "total");
+/// assert_eq!(selection.charges[0].policy(), "total");
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct Selection<'a> {
-    /// Policies that count the request, with their charges.
-    pub charges: Vec<Selected<'a>>,
+    /// Charges of the policies that count the request.
+    pub charges: Vec<PreparedCharge<'a>>,
     /// Enforced policy that rejects the request because it lacks the policy's key, and the policy
     /// has [`MissingKey::Deny`]; of several, the first.
     pub rejected_by: Option<&'a Policy>,
@@ -373,17 +370,6 @@ pub struct Selection<'a> {
     pub shadow_rejections: Vec<&'a Policy>,
     /// Policies whose key the request lacks, whether that skips or rejects it.
     pub missing_key: Vec<&'a Policy>,
-}
-
-/// Policy that applies to a request, with its charge.
-///
-/// A caller of a [`Limiter`](crate::Limiter) decides its [`charge`](Self::charge).
-#[derive(Debug, Clone)]
-pub struct Selected<'a> {
-    policy: &'a Policy,
-    key: String,
-    quota: &'a Quota,
-    cost: u64,
 }
 
 impl Policy {
@@ -445,9 +431,8 @@ impl Policy {
                 return Err(SelectError::Key { policy, attributes, reason });
             }
         }
-        let quota = self.quota_for(&key);
-        let cost = cost.unwrap_or_else(|| self.cost_of(request, quota));
-        selection.charges.push(Selected { policy: self, key, quota, cost });
+        let cost = cost.unwrap_or_else(|| self.cost_of(request, self.quota_for(&key)));
+        selection.charges.push(PreparedCharge::of_policy(self, key, Some(cost)));
         Ok(())
     }
 
@@ -532,46 +517,6 @@ impl Policy {
     /// Returns the first attribute of the key that a request lacks.
     fn missing_attribute(&self, request: &RequestValues<'_>) -> Option<&KeySource> {
         self.key.iter().find(|source| request.get(source).is_none_or(|value| value.is_empty()))
-    }
-}
-
-impl<'a> Selected<'a> {
-    /// Returns the policy.
-    #[must_use]
-    pub fn policy(&self) -> &'a Policy {
-        self.policy
-    }
-
-    /// Returns the key that the request counts under: the value of the policy's attribute, several
-    /// values joined by `|`, or `all` for a policy without a key.
-    #[must_use]
-    pub fn key(&self) -> &str {
-        &self.key
-    }
-
-    /// Returns the quota of the key: that of the policy, or the override for this key.
-    #[must_use]
-    pub fn quota(&self) -> &'a Quota {
-        self.quota
-    }
-
-    /// Returns the number of units that the request takes.
-    #[must_use]
-    pub fn cost(&self) -> u64 {
-        self.cost
-    }
-
-    pub(super) fn into_key(self) -> String {
-        self.key
-    }
-
-    /// Returns the charge, for a [`Limiter`](crate::Limiter). Charges of a policy in shadow mode
-    /// look the same: the caller must ignore their denials.
-    #[must_use]
-    pub fn charge(&self) -> Charge<'_> {
-        let charge =
-            Charge::new(&self.key, self.quota).with_policy(&self.policy.name).with_cost(self.cost);
-        charge.with_on_store_failure(self.policy.on_store_failure)
     }
 }
 

@@ -48,11 +48,12 @@ impl KeySource {
     }
 }
 
-/// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +
+/// Decodes the value of a header, a cookie or a parameter, as attributes of a request have it: as
+/// UTF-8. If the bytes are not, each byte beyond ASCII becomes the character U+0100 +
 /// byte: different values stay different, and none becomes a control character, which no key may
 /// have. The two spaces of Latin-1 stay spaces, because frameworks trim them.
 #[must_use]
-pub fn text(bytes: &[u8]) -> Cow<'_, str> {
+pub fn decode_value(bytes: &[u8]) -> Cow<'_, str> {
     let character = |byte: &u8| match byte {
         0x00..=0x7f => char::from(*byte),
         0x85 => '\u{2028}',
@@ -136,7 +137,7 @@ fn cookie_value(value: &str) -> Cow<'_, str> {
         return Cow::Borrowed(inner);
     }
     let bytes = if has_backslashes { without_backslashes(inner) } else { inner.into() };
-    Cow::Owned(text(&percent_decoded(bytes)).into_owned())
+    Cow::Owned(decode_value(&percent_decoded(bytes)).into_owned())
 }
 
 /// Decodes the escapes of a quoted value: `\130` and `\X`.

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use super::circuit::{Circuit, CircuitOptions, CircuitState, failure};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
+use crate::store::circuit::{Circuit, CircuitOptions, CircuitState, failure};
 use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::{Action, Outcome, SharedStore, Store, StoreError};
 

@@ -18,14 +18,13 @@ use self::ledger::{Claims, Debt, DebtLedger};
 use self::outage::OutageState;
 use super::fleet::{Fleet, Heartbeat};
 use crate::algorithm::Algorithm;
-use crate::charge::{Charge, OwnedCharge};
+use crate::charge::{Charge, OnStoreFailure, OwnedCharge};
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
-use crate::join::{collect_independent, join_all};
-use crate::policy::OnStoreFailure;
+use crate::join::join_all;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Outcome, SharedStore, Store, StoreError};
+use crate::store::{Action, Outcome, SharedStore, Store, StoreError, collect_independent};
 
 mod ledger;
 mod local;

@@ -18,27 +18,28 @@ use spin::mutex::SpinMutexGuard;
 pub use self::builder::Builder;
 use self::capacity::{Capacity, Reservation};
 use self::context::ChargeContext;
-use self::fingerprint::{Fingerprint, HashSecret};
 use self::shard::Shard;
 use self::state::{MAX_TIME, StoredCounter, Usage};
 use self::table::Table;
 use super::{Outcome, Store, StoreError};
 use crate::action::Action;
-use crate::algorithm::{Algorithm, Bucket, FixedWindow, Plan, SlidingCounter, SlidingLog};
+use crate::algorithm::{
+    Algorithm, Bucket, FixedWindow, Operation, Plan, SlidingCounter, SlidingLog,
+};
 use crate::charge::{Charge, ChargeError};
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
+use crate::key::{Fingerprint, HashSecret};
 
 mod acquire;
 mod builder;
 mod capacity;
 mod context;
 mod eviction;
-pub(crate) mod fingerprint;
 mod group;
 mod logs;
 mod shard;
-pub(crate) mod state;
+mod state;
 mod table;
 
 /// Number of shards: enough that scanning one is fast even with millions of keys, and few enough
@@ -157,12 +158,15 @@ impl MemoryStore {
     }
 
     /// Decides one charge, without `async`.
+    #[cfg(any(feature = "resilience", test))]
     pub(crate) fn decide_now(
         &self,
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
-        if action == Action::Acquire && charge.quota().narrow().can_admit(charge.cost()) {
+        if action == Action::Acquire
+            && charge.quota().parameters().narrow().can_admit(charge.cost())
+        {
             match self.acquire_now(charge) {
                 // The charge was not validated: that is up to the caller.
                 Err(StoreError::Invalid(_)) => {}
@@ -176,7 +180,7 @@ impl MemoryStore {
     /// yet.
     #[cfg(feature = "resilience")]
     pub(crate) fn has_count(&self, charge: &Charge<'_>) -> bool {
-        let fingerprint = Fingerprint::of(charge, self.secret);
+        let fingerprint = self.fingerprint(charge);
         self.shard(fingerprint).lock().find(fingerprint).is_ok()
     }
 
@@ -184,7 +188,7 @@ impl MemoryStore {
     /// otherwise.
     #[cfg(feature = "resilience")]
     pub(crate) fn charge_if_present(&self, charge: &Charge<'_>) {
-        let fingerprint = Fingerprint::of(charge, self.secret);
+        let fingerprint = self.fingerprint(charge);
         let mut table = self.shard(fingerprint).lock();
         if table.find(fingerprint).is_err() {
             return;
@@ -230,7 +234,7 @@ impl MemoryStore {
         charge: &Charge<'_>,
         check: impl FnOnce() -> Result<(), ChargeError>,
     ) -> Result<Decision, StoreError> {
-        let fingerprint = Fingerprint::of(charge, self.secret);
+        let fingerprint = self.fingerprint(charge);
         // Read the clock before the lock, so that it overlaps with the computation of the
         // fingerprint.
         let mut now = self.clock.now();
@@ -240,14 +244,22 @@ impl MemoryStore {
                 break 'slow;
             }
             let Some((state, logs)) = table.get_mut(fingerprint, C::KIND) else { break 'slow };
-            let (quota, before) = (charge.quota(), *state);
+            let (quota, before) = (charge.quota().parameters(), *state);
             if before.is_ahead_of(now) {
                 // Another thread got the lock first. Under the lock, times are in the order of
                 // decisions.
                 now = self.clock.now();
             }
             let mut counter = C::unpack(before, quota, logs);
-            let plan = Plan::new(&mut counter, Action::Acquire, quota, now, charge.cost(), true);
+            let operation = Operation {
+                action: Action::Acquire,
+                quota,
+                cost: charge.cost(),
+                charged_at: 0,
+                now,
+                all_fit: true,
+            };
+            let plan = Plan::new(&mut counter, &operation);
             let must_grow = plan.spend > 0 && counter.growth(quota, now).is_some();
             // Keep the critical section short: if a copy is cheap, compute the decision from it
             // after the lock is released.
@@ -275,7 +287,7 @@ impl MemoryStore {
             drop(table);
             let decision =
                 copy.map_or_else(|decision| decision, |copy| plan.decision(&copy, quota, now));
-            return Ok(decision.into_decision(quota, Source::Store));
+            return Ok(decision.into_decision(quota.burst(), Source::Store));
         }
         check()?;
         self.decide_slow::<C>(action, charge, fingerprint, table)
@@ -298,13 +310,22 @@ impl MemoryStore {
             let lack = match context.apply_as::<C>(&mut table, &mut reservation) {
                 Ok(decision) => {
                     table.sweep(now, &self.capacity);
-                    return Ok(decision.into_decision(charge.quota(), Source::Store));
+                    return Ok(decision.into_decision(charge.quota().burst(), Source::Store));
                 }
                 Err(lack) => lack,
             };
             drop(table);
             self.make_room(fingerprint, lack, now, &mut reservation)?;
             table = self.shard(fingerprint).lock();
+        }
+    }
+
+    /// Returns the fingerprint of a charge's key and policy.
+    #[inline]
+    fn fingerprint(&self, charge: &Charge<'_>) -> Fingerprint {
+        match charge.explicit_policy() {
+            None => self.secret.fingerprint(charge.key(), charge.quota().default_policy().sum()),
+            Some(name) => self.secret.fingerprint(charge.key(), &self.secret.policy_sum(name)),
         }
     }
 

@@ -57,6 +57,7 @@ use tokio::runtime::Handle;
 use self::batch::dispatch::dispatch;
 use self::batch::queue::Enqueued;
 use self::batch::{Batch, InFlightBatch};
+pub(crate) use self::blocking::run_in_background;
 pub use self::builder::Builder;
 use self::builder::Deployment;
 use self::client::NodeClient;
@@ -70,26 +71,24 @@ use self::coordination::invalidation::PendingInvalidation;
 pub use self::coordination::permissions::SCRIPT_COMMANDS;
 use self::coordination::publisher::Publisher;
 pub use self::health::{NodeHealth, Reply};
-pub use self::resilient::ResilientRedis;
 use self::routing::Topology;
 use self::routing::slot::slot_of_user_key;
 use self::routing::step::{CallError, Delivery, NextStep, Retries, Target};
 use self::script::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use super::invalidation::{Cursor, Invalidations};
-use super::{Action, Outcome, SharedStore, Store, StoreError};
+use super::{Action, Outcome, SharedStore, Store, StoreError, collect_independent};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::Decision;
-use crate::join::{collect_independent, join_all};
+use crate::join::join_all;
 use crate::key::write_redis_key;
-use crate::limiter::runtime::OnRuntime;
 
 mod batch;
+mod blocking;
 mod builder;
 mod client;
 mod coordination;
 mod health;
-mod resilient;
 mod routing;
 mod script;
 
@@ -348,16 +347,6 @@ impl Shared {
     #[expect(clippy::unused_self, reason = "the twin for tests uses it")]
     fn driven_time(&self) -> Option<u64> {
         None
-    }
-}
-
-impl OnRuntime for RedisStore {
-    fn runtime(&self) -> &Handle {
-        &self.shared.runtime
-    }
-
-    fn call_timeout(&self) -> Duration {
-        self.shared.timeout
     }
 }
 

@@ -21,7 +21,7 @@ fn key_of(source: &str, value: &str) -> Option<String> {
     let policy = Policy::builder("p", quota).key([source]).build().expect("a policy");
     let attributes = BTreeMap::from([(source.to_owned(), value.to_owned())]);
     let selection = policy.select(&attributes, None).ok()?;
-    selection.charges.first().map(|selected| selected.key().to_owned())
+    selection.charges.first().and_then(|charge| charge.key().map(str::to_owned))
 }
 
 /// A fuzzer that cannot fail finds nothing.

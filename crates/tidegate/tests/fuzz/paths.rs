@@ -78,7 +78,7 @@ impl Combination {
     fn counted(&self, path: &str) -> Option<String> {
         let attributes = BTreeMap::from([("path".to_owned(), path.to_owned())]);
         let selection = self.policies.select(&attributes, None).ok()?;
-        Some(selection.charges.first().expect("one policy").key().to_owned())
+        selection.charges.first().expect("one policy").key().map(str::to_owned)
     }
 
     /// The naive model: characters, then segments, then a stack.

@@ -38,7 +38,7 @@ fn selected(policies: Vec<Policy>, path: &str) -> Vec<String> {
     let policies = Policies::new(policies).expect("unique names");
     let attributes = BTreeMap::from([("path".to_owned(), path.to_owned())]);
     let selection = policies.select(&attributes, None).expect("a valid path");
-    selection.charges.iter().map(|selected| selected.policy().name().to_owned()).collect()
+    selection.charges.iter().map(|charge| charge.policy().to_owned()).collect()
 }
 
 /// The definition: `*` is any text without a slash, `**` any text, `/**` at the end may be absent.

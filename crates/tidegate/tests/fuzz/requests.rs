@@ -83,7 +83,8 @@ fn counted(policy: &Policy, head: &Parts) -> Counted {
         Ok(selection) => selection
             .charges
             .first()
-            .map_or(Counted::Missing, |selected| Counted::Key(selected.key().to_owned())),
+            .and_then(|charge| charge.key())
+            .map_or(Counted::Missing, |key| Counted::Key(key.to_owned())),
     }
 }
 

@@ -5,7 +5,7 @@ use axum::routing::get;
 use http::{Response, StatusCode};
 use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
 use tidegate::{
-    Error, Fallback, KeySource, Limiter, MemoryStore, OnStoreFailure, Quota, RedisStore, Store,
+    Fallback, KeySource, Limiter, MemoryStore, OnStoreFailure, QueryError, Quota, RedisStore, Store,
 };
 
 use crate::site::Site;
@@ -43,8 +43,8 @@ async fn a_store_failure_is_a_503_without_the_reason() {
 
 #[tokio::test]
 async fn the_response_to_a_store_failure_can_be_replaced() {
-    let layer = layer().on_error(|error: &Error| {
-        let text = if matches!(error, Error::Store(_)) { "not now" } else { "never" };
+    let layer = layer().on_error(|error: &QueryError| {
+        let text = if matches!(error, QueryError::Store(_)) { "not now" } else { "never" };
         Response::builder().status(StatusCode::BAD_GATEWAY).body(text).expect("a response")
     });
     let site = site(layer).await;
@@ -124,7 +124,7 @@ async fn error_after_the_joint_charge_returns_its_units() {
         PreparedCharge::new("fails", "k", &quota).with_enforcement(Enforcement::AllDenied),
     ];
     let failed = limiter.acquire(Query::prepared(charges)).await;
-    assert!(matches!(failed, Err(Error::Store(_))), "{failed:?}");
+    assert!(matches!(failed, Err(QueryError::Store(_))), "{failed:?}");
     let works = Charge::new("k", &quota).with_policy("works");
     let left = limiter.limiter().acquire(&works).await.expect("decided").remaining;
     assert_eq!(left, 4, "an undecided request takes nothing");
@@ -151,7 +151,7 @@ async fn refund_that_was_made_in_part_must_not_be_repeated() {
         };
         let query = Query::prepared(policies.iter().map(refund).collect());
         let failed = limiter.decide(Action::Refund, query).await;
-        let may_have_run = matches!(&failed, Err(Error::Store(error)) if error.may_have_run());
+        let may_have_run = matches!(&failed, Err(QueryError::Store(error)) if error.may_have_run());
         assert_eq!(may_have_run, is_made, "{policies:?}: {failed:?}");
         let left = limiter.limiter().peek(&works).await.expect("decided").remaining;
         assert_eq!(left, if is_made { 4 } else { 3 }, "{policies:?}");
@@ -172,7 +172,7 @@ async fn request_that_is_not_allowed_never_passes_the_layer() {
     impl RequestLimiter for Shut {
         type Snapshot = ();
         fn snapshot(&self) {}
-        fn start<'a>(&'a self, (): &'a (), _: &'a Parts) -> Result<Progress<'a>, Error> {
+        fn start<'a>(&'a self, (): &'a (), _: &'a Parts) -> Result<Progress<'a>, QueryError> {
             let charge = PreparedCharge::of_zero_limit("shut", "k", Decision::allow(0, 0));
             self.0.start(Action::Acquire, Query::prepared(vec![charge]))
         }
@@ -181,7 +181,7 @@ async fn request_that_is_not_allowed_never_passes_the_layer() {
             (): &'a (),
             _: &Parts,
             waiting: Waiting<'a>,
-        ) -> Result<PolicyDecisions<'a>, Error> {
+        ) -> Result<PolicyDecisions<'a>, QueryError> {
             let decisions = self.0.finish(waiting).await?;
             assert!(!decisions.is_allowed());
             Ok(decisions)
@@ -208,5 +208,5 @@ fn select_where_needs_the_peer_as_acquire_does() {
     let client_ip = ClientIp::default();
     let request = RequestParts::new(&parts, None, &client_ip);
     let selected = limiter.select_where(&request, None, |_| true);
-    assert!(matches!(selected, Err(Error::UnknownPeer)), "{selected:?}");
+    assert!(matches!(selected, Err(QueryError::UnknownPeer)), "{selected:?}");
 }

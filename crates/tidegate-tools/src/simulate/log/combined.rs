@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use tidegate::text;
+use tidegate::decode_value;
 
 use super::record::Record;
 use super::time;
@@ -91,7 +91,7 @@ fn unescaped(escaped: &str) -> Cow<'_, str> {
         plain.push(byte);
         rest = &after[used..];
     }
-    Cow::Owned(text(&plain).into_owned())
+    Cow::Owned(decode_value(&plain).into_owned())
 }
 
 #[cfg(test)]

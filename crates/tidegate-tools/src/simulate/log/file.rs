@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 
-use tidegate::text;
+use tidegate::decode_value;
 
 use super::format::Parser;
 use super::input::{Line, LineReader, MAX_LINE_BYTES, Source};
@@ -92,7 +92,7 @@ impl LogFile {
         };
         self.counts.lines = number;
         let line = match line {
-            Line::Text(bytes) => text(bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)),
+            Line::Text(bytes) => decode_value(bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)),
             Line::TooLong => {
                 return self.add_bad(&format!("it is longer than {MAX_LINE_BYTES} bytes"), None);
             }

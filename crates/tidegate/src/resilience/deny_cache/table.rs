@@ -98,7 +98,7 @@ impl Denial {
         let retry_after = at_denial.retry_after.saturating_sub(passed);
         let remaining = if reset_after == 0 { quota.burst() } else { at_denial.remaining };
         let raw = RawDecision { remaining, retry_after, reset_after, ..at_denial };
-        raw.into_decision(quota, Source::DenyCache)
+        raw.into_decision(quota.burst(), Source::DenyCache)
     }
 
     /// Returns whether every charge is denied.

@@ -8,9 +8,8 @@ use std::time::Duration;
 use hashbrown::HashTable;
 
 use crate::algorithm::Algorithm;
-use crate::charge::Charge;
+use crate::charge::{Charge, OnStoreFailure};
 use crate::clock::{Timestamp, micros};
-use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 
 const SHARDS: usize = 16;

@@ -7,9 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::FallbackCore;
-use crate::charge::Charge;
+use crate::charge::{Charge, OnStoreFailure};
 use crate::decision::{Decision, Source};
-use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::{Action, SharedStore, StoreError};
 

@@ -5,13 +5,13 @@ use std::time::Duration;
 use spin::mutex::SpinMutexGuard;
 
 use super::MemoryStore;
-use super::fingerprint::{Fingerprint, PolicyRef};
 use super::state::Usage;
 use super::table::Table;
 use crate::action::Action;
-use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, NarrowLevel};
+use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, NarrowLevel, Parameters};
 use crate::charge::Charge;
 use crate::decision::Decision;
+use crate::key::{Fingerprint, PolicyRef};
 use crate::quota::Quota;
 use crate::store::StoreError;
 
@@ -21,7 +21,7 @@ impl MemoryStore {
     #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let (quota, cost) = (charge.quota(), charge.cost());
-        if !quota.narrow().can_admit(cost) {
+        if !quota.parameters().narrow().can_admit(cost) {
             // The parts of the charge are passed in registers, so that the compiler can keep a
             // charge that the caller has just created out of memory.
             return by_field(self.acquire_any(charge.key(), quota, cost, charge.explicit_policy()));
@@ -61,13 +61,14 @@ impl MemoryStore {
         cost: u64,
         policy: &PolicyRef<'_>,
     ) -> Result<Decision, StoreError> {
-        let (narrow, template) = (quota.narrow(), quota.template());
+        let parameters = quota.parameters();
+        let narrow = parameters.narrow();
         let mut now = self.clock.now();
         let fingerprint = self.secret.fingerprint(key, policy.sum());
         let mut table = self.shard(fingerprint).lock();
         'general: {
             let Some(state) = table.get_state_mut(fingerprint) else { break 'general };
-            let Some((time, stored)) = state.bucket_of(template) else { break 'general };
+            let Some((time, stored)) = state.bucket_of(parameters) else { break 'general };
             if time > now {
                 // The clock stepped back; or another thread got the lock first, and this is its
                 // time.
@@ -81,13 +82,13 @@ impl MemoryStore {
                 state.mark_exhausted();
                 table.sweep(now, &self.capacity);
                 drop(table);
-                return Ok(denied(quota, cost, before));
+                return Ok(denied(parameters, cost, before));
             };
             let remaining = narrow.remaining_above(after);
-            state.set_bucket(now, after.0, Usage::of(quota, remaining), template);
+            state.set_bucket(parameters, now, after.0, Usage::of(parameters, remaining));
             table.sweep(now, &self.capacity);
             drop(table);
-            return Ok(allowed(quota, cost, after, remaining));
+            return Ok(allowed(parameters, cost, after, remaining));
         }
         by_field(self.acquire_slow(key, quota, cost, policy.name(), fingerprint, table))
     }
@@ -121,7 +122,7 @@ fn by_field(result: Result<Decision, StoreError>) -> Result<Decision, StoreError
 
 /// Returns the decision that has led to this level.
 #[inline]
-fn allowed(quota: &Quota, cost: u64, level: NarrowLevel, remaining: u64) -> Decision {
+fn allowed(quota: &Parameters, cost: u64, level: NarrowLevel, remaining: u64) -> Decision {
     let narrow = quota.narrow();
     let mut decision = Decision::allow(narrow.burst(), remaining)
         .with_reset_after(Duration::from_micros(narrow.drain_time(level)));
@@ -133,7 +134,7 @@ fn allowed(quota: &Quota, cost: u64, level: NarrowLevel, remaining: u64) -> Deci
 
 /// Returns the denial of a cost at this level.
 #[inline]
-fn denied(quota: &Quota, cost: u64, level: NarrowLevel) -> Decision {
+fn denied(quota: &Parameters, cost: u64, level: NarrowLevel) -> Decision {
     let narrow = quota.narrow();
     Decision::deny(narrow.burst(), Duration::from_micros(narrow.wait(level, cost)))
         .with_remaining(narrow.remaining(level))
@@ -213,7 +214,7 @@ mod tests {
                     );
                 }
                 let state = |store: &MemoryStore| {
-                    let fingerprint = Fingerprint::of(&charge, store.secret);
+                    let fingerprint = store.fingerprint(&charge);
                     let table = store.shard(fingerprint).lock();
                     table.find(fingerprint).map(|at| table.state(at)).ok()
                 };

@@ -1,10 +1,10 @@
 //! [`Builder`]: the options of a [`MemoryStore`].
 
 use super::capacity::Capacity;
-use super::fingerprint::HashSecret;
 use super::shard::Shard;
 use super::{LOG_ENTRY_BYTES, MemoryStore, StoreClock};
 use crate::clock::{Clock, SystemClock};
+use crate::key::HashSecret;
 
 /// The default maximum of log bytes for each key, and at least.
 const LOG_BYTES_PER_KEY: usize = 100;

@@ -8,8 +8,8 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::MemoryStore;
-use super::fingerprint::PolicyClass;
 use crate::algorithm::LogGrowth;
+use crate::key::PolicyClass;
 
 /// Multiple of the free room that a policy may take.
 const MAX_SHARE: usize = 16;

@@ -2,15 +2,16 @@
 
 use super::MemoryStore;
 use super::capacity::{Lack, Reservation};
-use super::fingerprint::{Fingerprint, PolicyClass};
 use super::logs::Logs;
 use super::state::{CounterKind, PackedState, StoredCounter, Usage};
 use super::table::Table;
 use crate::action::Action;
 use crate::algorithm::{
-    self, Algorithm, Bucket, FixedWindow, RawDecision, SlidingCounter, SlidingLog,
+    self, Algorithm, Bucket, FixedWindow, Operation, Parameters, RawDecision, SlidingCounter,
+    SlidingLog,
 };
 use crate::charge::Charge;
+use crate::key::{Fingerprint, PolicyClass};
 
 /// A charge and everything that is needed to apply it to its locked table.
 pub(super) struct ChargeContext<'a> {
@@ -39,11 +40,26 @@ pub(super) struct Fit {
     pub(super) log_growth: usize,
 }
 
-impl ChargeContext<'_> {
+impl<'a> ChargeContext<'a> {
+    fn quota(&self) -> &'a Parameters {
+        self.charge.quota().parameters()
+    }
+
+    fn operation(&self) -> Operation<'a> {
+        Operation {
+            action: self.action,
+            quota: self.quota(),
+            cost: self.charge.cost(),
+            charged_at: self.charge.charged_at().as_micros(),
+            now: self.now,
+            all_fit: self.all_fit,
+        }
+    }
+
     /// Returns whether the units can be spent.
     #[inline]
     pub(super) fn fits(self, table: &mut Table) -> Fit {
-        match self.charge.quota().algorithm() {
+        match self.quota().algorithm() {
             Algorithm::SlidingLog => self.fits_as::<SlidingLog>(table),
             Algorithm::SlidingCounter => self.fits_as::<SlidingCounter>(table),
             Algorithm::FixedWindow => self.fits_as::<FixedWindow>(table),
@@ -52,7 +68,7 @@ impl ChargeContext<'_> {
     }
 
     fn fits_as<C: StoredCounter>(self, table: &mut Table) -> Fit {
-        let (quota, cost) = (self.charge.quota(), self.charge.cost());
+        let (quota, cost) = (self.quota(), self.charge.cost());
         let growth = |counter: &C| counter.growth(quota, self.now).map_or(0, |growth| growth.least);
         let Ok(at) = table.find(self.fingerprint) else {
             return Fit { fits: true, log_growth: growth(&C::default()) };
@@ -77,7 +93,7 @@ impl ChargeContext<'_> {
         table: &mut Table,
         reservation: &mut Reservation<'_>,
     ) -> Result<RawDecision, Lack> {
-        match self.charge.quota().algorithm() {
+        match self.quota().algorithm() {
             Algorithm::SlidingLog => self.apply_as::<SlidingLog>(table, reservation),
             Algorithm::SlidingCounter => self.apply_as::<SlidingCounter>(table, reservation),
             Algorithm::FixedWindow => self.apply_as::<FixedWindow>(table, reservation),
@@ -92,13 +108,13 @@ impl ChargeContext<'_> {
         table: &mut Table,
         reservation: &mut Reservation<'_>,
     ) -> Result<RawDecision, Lack> {
-        let quota = self.charge.quota();
+        let quota = self.quota();
         let found = table.find(self.fingerprint);
         if self.action == Action::Reset {
             if let Ok(at) = found {
                 self.store.capacity.release(table.remove(at));
             }
-            return Ok(RawDecision::untouched(quota));
+            return Ok(RawDecision::untouched(quota.burst()));
         }
         let at = match found {
             Ok(at) if table.state(at).is_of(C::KIND) => {
@@ -108,8 +124,7 @@ impl ChargeContext<'_> {
             Err(at) => at,
         };
         let mut counter = self.new_counter::<C>(reservation)?;
-        let applied =
-            algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
+        let applied = algorithm::apply(&mut counter, &self.operation());
         if !applied.written || counter.is_empty() {
             return Ok(applied.decision);
         }
@@ -131,13 +146,13 @@ impl ChargeContext<'_> {
     /// Returns the usage after a decision. A denial makes a counter exhausted, even if there are
     /// units left for a smaller cost.
     fn usage(&self, decision: &RawDecision) -> Usage {
-        Usage::of(self.charge.quota(), if decision.allowed { decision.remaining } else { 0 })
+        Usage::of(self.quota(), if decision.allowed { decision.remaining } else { 0 })
     }
 
     /// Returns whether the action spends units of a counter with these left.
     fn spends(&self, remaining: u64) -> bool {
         match self.action {
-            Action::Acquire if self.charge.cost() > remaining => self.charge.quota().count_denied(),
+            Action::Acquire if self.charge.cost() > remaining => self.quota().count_denied(),
             Action::Acquire => self.all_fit,
             Action::ChargeUpTo => remaining > 0,
             Action::Report => true,
@@ -148,7 +163,7 @@ impl ChargeContext<'_> {
     /// Returns a new counter, whose log has room for the units that the action spends.
     fn new_counter<C: StoredCounter>(&self, reservation: &mut Reservation<'_>) -> Result<C, Lack> {
         let mut counter = C::default();
-        if C::KIND == CounterKind::Log && self.spends(self.charge.quota().limit()) {
+        if C::KIND == CounterKind::Log && self.spends(self.quota().limit()) {
             self.grow_log(&mut counter, reservation)?;
         }
         Ok(counter)
@@ -160,7 +175,7 @@ impl ChargeContext<'_> {
         counter: &mut C,
         reservation: &mut Reservation<'_>,
     ) -> Result<(), Lack> {
-        if let Some(growth) = counter.growth(self.charge.quota(), self.now) {
+        if let Some(growth) = counter.growth(self.quota(), self.now) {
             counter.grow(reservation.reserve_growth(self.class(), growth)?);
         }
         Ok(())
@@ -175,7 +190,7 @@ impl ChargeContext<'_> {
         at: usize,
         reservation: &mut Reservation<'_>,
     ) -> Result<RawDecision, Lack> {
-        let quota = self.charge.quota();
+        let quota = self.quota();
         let before = table.state(at);
         let mut counter = C::unpack(before, quota, &mut table.logs);
         let allocated = counter.allocated();
@@ -188,8 +203,7 @@ impl ChargeContext<'_> {
                 return Err(lack);
             }
         }
-        let applied =
-            algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
+        let applied = algorithm::apply(&mut counter, &self.operation());
         reservation.resize_log(self.class(), allocated, counter.allocated());
         if !applied.written {
             counter.restore(before, &mut table.logs);
@@ -228,7 +242,7 @@ impl ChargeContext<'_> {
         at: usize,
         reservation: &mut Reservation<'_>,
     ) -> Result<RawDecision, Lack> {
-        let quota = self.charge.quota();
+        let quota = self.quota();
         let before = table.state(at);
         let another = self.another(before, &mut table.logs);
         let mut counter = self.taken_over(self.new_counter::<C>(reservation)?, &another);
@@ -236,10 +250,13 @@ impl ChargeContext<'_> {
         if self.action == Action::Refund {
             // The units have lost their times, so none are returned.
             let remaining = counter.remaining(quota);
-            return Ok(RawDecision { remaining, reset_after, ..RawDecision::untouched(quota) });
+            return Ok(RawDecision {
+                remaining,
+                reset_after,
+                ..RawDecision::untouched(quota.burst())
+            });
         }
-        let applied =
-            algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
+        let applied = algorithm::apply(&mut counter, &self.operation());
         let decision = applied.decision;
         if applied.written {
             let replaced = table.logs.remove(before);
@@ -266,9 +283,9 @@ impl ChargeContext<'_> {
 
     /// Adds the units that another algorithm has in use to a new counter: they count as used now.
     fn taken_over<C: StoredCounter>(&self, mut counter: C, another: &AnotherCounter) -> C {
-        counter.advance_to(self.charge.quota(), self.now);
+        counter.advance_to(self.quota(), self.now);
         if another.units > 0 {
-            counter.spend(self.charge.quota(), self.now, another.units);
+            counter.spend(self.quota(), self.now, another.units);
         }
         counter
     }
@@ -283,7 +300,7 @@ impl ChargeContext<'_> {
     }
 
     fn another_as<O: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> AnotherCounter {
-        let quota = self.charge.quota();
+        let quota = self.quota();
         let capacity = if O::KIND == CounterKind::Bucket { quota.burst() } else { quota.limit() };
         let mut counter = O::unpack(state, quota, logs);
         counter.advance_to(quota, self.now);

@@ -4,9 +4,9 @@ use std::cmp::Reverse;
 use std::sync::atomic::Ordering;
 
 use super::capacity::{Lack, Reservation};
-use super::fingerprint::Fingerprint;
 use super::state::{CounterKind, PackedState, Usage};
 use super::{MemoryStore, SHARDS};
+use crate::key::Fingerprint;
 use crate::store::StoreError;
 
 /// Approximate number of entries that an eviction looks at, in samples of several shards. Beyond a

@@ -2,12 +2,12 @@
 
 use super::capacity::{Lack, Reservation};
 use super::context::ChargeContext;
-use super::fingerprint::Fingerprint;
 use super::shard::LockedShards;
 use super::{MemoryStore, SHARDS};
 use crate::action::Action;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
+use crate::key::Fingerprint;
 use crate::store::StoreError;
 
 impl MemoryStore {
@@ -18,7 +18,7 @@ impl MemoryStore {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let fingerprints: Vec<Fingerprint> =
-            charges.iter().map(|charge| Fingerprint::of(charge, self.secret)).collect();
+            charges.iter().map(|charge| self.fingerprint(charge)).collect();
         let mut reservation = Reservation::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
@@ -75,7 +75,7 @@ impl MemoryStore {
                 let decision = context(charge, fingerprint, all_fit).apply(table, &mut reservation);
                 // The reservation has room for everything.
                 let Ok(decision) = decision else { break };
-                decisions.push(decision.into_decision(charge.quota(), Source::Store));
+                decisions.push(decision.into_decision(charge.quota().burst(), Source::Store));
             }
             if decisions.len() == charges.len() {
                 // Sweep last: a later charge relies on the entries that the first pass has seen.
@@ -126,7 +126,7 @@ mod tests {
         let quota = Quota::fixed_window(1_000_000, Duration::from_secs(3_600)).expect("valid");
         let keys: Vec<String> = (0..64).map(|number| format!("user-{number}")).collect();
         let charges: Vec<Charge<'_>> = keys.iter().map(|key| Charge::new(key, &quota)).collect();
-        let shard = |charge: &Charge<'_>| Fingerprint::of(charge, store.secret).shard_index(SHARDS);
+        let shard = |charge: &Charge<'_>| store.fingerprint(charge).shard_index(SHARDS);
         let last = charges.iter().map(shard).max().expect("some");
         let (started, starts) = channel();
         let (done, results) = channel();

@@ -5,8 +5,8 @@ use std::time::Duration;
 use spin::mutex::{SpinMutex, SpinMutexGuard};
 
 use super::SHARDS;
-use super::fingerprint::Fingerprint;
 use super::table::Table;
+use crate::key::Fingerprint;
 
 /// Number of attempts to take a lock while its holder is most likely running.
 const SPIN_LIMIT: u32 = 3;

@@ -9,9 +9,9 @@
 use std::ops::RangeInclusive;
 
 use super::capacity::{Capacity, Removed};
-use super::fingerprint::Fingerprint;
 use super::logs::Logs;
 use super::state::{CounterKind, PackedState};
+use crate::key::Fingerprint;
 
 /// Slots per sweep. Sweeping a run of slots now and then costs the cache less than sweeping a slot
 /// per decision.
@@ -301,13 +301,11 @@ mod tests {
 
     use super::super::state::{StoredCounter as _, Usage};
     use super::*;
-    use crate::algorithm::Bucket;
-    use crate::quota::Quota;
+    use crate::algorithm::{Algorithm, Bucket, Parameters};
 
     /// Returns a state that is identified by its expiry.
     fn state(expires_at: u64) -> PackedState {
-        let quota =
-            Quota::token_bucket(1, std::time::Duration::from_micros(expires_at)).expect("valid");
+        let quota = Parameters::new(Algorithm::TokenBucket, 1, expires_at, 1);
         Bucket::default().pack(&quota, Usage::default(), None, &mut Logs::default())
     }
 

@@ -23,7 +23,7 @@ fn policies(store: &MemoryStore, count: usize) -> Vec<String> {
     let mut classes = Vec::new();
     let is_of_new_class = |name: &String| {
         let charge = Charge::new("k", &quota).with_policy(name);
-        let class = Fingerprint::of(&charge, store.secret).policy_class();
+        let class = store.fingerprint(&charge).policy_class();
         let is_new = !classes.contains(&class);
         classes.push(class);
         is_new

@@ -25,7 +25,7 @@ use self::stats::NodeCalls;
 use super::batch::queue::Queue;
 use super::script::call::LoadedScripts;
 use crate::random::jittered;
-use crate::resilience::circuit::{Circuit, CircuitOptions};
+use crate::store::circuit::{Circuit, CircuitOptions};
 
 pub(super) mod backoff;
 pub(super) mod connection;

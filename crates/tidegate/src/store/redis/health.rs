@@ -9,8 +9,8 @@ use super::client::connection::query_all_once;
 use super::client::endpoint::Address;
 use super::client::resp::{Command, Value};
 use super::client::stats::Distribution;
-use crate::resilience::CircuitState;
 use crate::store::StoreError;
+use crate::store::circuit::CircuitState;
 
 /// Health of one node, as this process sees it: an entry of [`RedisStore::nodes`].
 ///

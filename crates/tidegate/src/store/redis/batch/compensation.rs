@@ -156,7 +156,8 @@ async fn show_unspent(groups: &CrossSlotGroups<'_>, decided: &mut [Vec<Decision>
 /// shown beside the denial of another group.
 fn untouched_decisions(charges: &[Charge<'_>]) -> Vec<Decision> {
     let untouched = |charge: &Charge<'_>| {
-        RawDecision::untouched(charge.quota()).into_decision(charge.quota(), Source::Store)
+        RawDecision::untouched(charge.quota().burst())
+            .into_decision(charge.quota().burst(), Source::Store)
     };
     charges.iter().map(untouched).collect()
 }

@@ -12,8 +12,8 @@ use std::time::Instant;
 use tokio::time::sleep_until;
 
 use super::{Batch, InFlightBatch, ItemResult, Sealed};
-use crate::resilience::circuit::failure;
 use crate::store::StoreError;
+use crate::store::circuit::failure;
 use crate::store::redis::Shared;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::{

@@ -9,7 +9,7 @@ use super::internal_key;
 use super::permissions::check_permissions;
 use crate::charge::Charge;
 use crate::quota::Quota;
-use crate::resilience::circuit::failure;
+use crate::store::circuit::failure;
 use crate::store::redis::Shared;
 use crate::store::redis::batch::dispatch::dispatch_probe;
 use crate::store::redis::batch::{Batch, InFlightBatch};

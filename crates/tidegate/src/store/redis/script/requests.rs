@@ -196,11 +196,11 @@ impl ItemReply {
         preceding: u64,
     ) -> Result<RequestDecisions, StoreError> {
         let decision = |raw: RawDecision, charge: &Charge<'_>| {
-            raw.into_decision(charge.quota(), Source::Store)
+            raw.into_decision(charge.quota().burst(), Source::Store)
         };
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                let raw = grants.decision(charge.quota(), charge.cost(), preceding);
+                let raw = grants.decision(charge.quota().parameters(), charge.cost(), preceding);
                 Ok(RequestDecisions::One(decision(raw, charge)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
@@ -208,8 +208,9 @@ impl ItemReply {
             (Self::Decisions(_), charges)
                 if request.operation == Operation::Apply(Action::Reset) =>
             {
-                let untouched =
-                    |charge: &Charge<'_>| decision(RawDecision::untouched(charge.quota()), charge);
+                let untouched = |charge: &Charge<'_>| {
+                    decision(RawDecision::untouched(charge.quota().burst()), charge)
+                };
                 Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
             }
             (Self::Decisions(raw), charges) => {

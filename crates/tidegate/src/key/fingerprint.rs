@@ -40,44 +40,34 @@ use std::ops::RangeInclusive;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::charge::Charge;
-use crate::key::MAX_KEY_BYTES;
+use super::MAX_KEY_BYTES;
 
 /// A keyed hash of (key, policy). [`NONE`](Self::NONE) is greater than all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Fingerprint {
+pub(crate) struct Fingerprint {
     high: u64,
     low: u64,
 }
 
 impl Fingerprint {
     /// The fingerprint of an empty slot, which no key has.
-    pub(super) const NONE: Self = Self { high: u64::MAX, low: u64::MAX };
+    pub(crate) const NONE: Self = Self { high: u64::MAX, low: u64::MAX };
 
     #[cfg(test)]
-    pub(super) fn new(high: u64, low: u64) -> Self {
+    pub(crate) fn new(high: u64, low: u64) -> Self {
         Self { high, low: low & !NONE_BIT }
-    }
-
-    /// Returns the fingerprint of a charge's key and policy.
-    #[inline]
-    pub(super) fn of(charge: &Charge<'_>, secret: &HashSecret) -> Self {
-        match charge.explicit_policy() {
-            None => secret.fingerprint(charge.key(), charge.quota().default_policy().sum()),
-            Some(name) => secret.fingerprint(charge.key(), &secret.policy_sum(name)),
-        }
     }
 
     /// Returns the class of the policy.
     #[inline]
-    pub(super) fn policy_class(self) -> PolicyClass {
+    pub(crate) fn policy_class(self) -> PolicyClass {
         PolicyClass((self.low & CLASS_MASK) as usize)
     }
 
     /// Returns whether the high half alone proves that this fingerprint is less than the other. It
     /// nearly always decides.
     #[inline]
-    pub(super) fn is_clearly_before(self, other: Self) -> bool {
+    pub(crate) fn is_clearly_before(self, other: Self) -> bool {
         self.high < other.high
     }
 
@@ -85,14 +75,14 @@ impl Fingerprint {
     /// the high bits.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "less than count")]
-    pub(super) fn shard_index(self, count: usize) -> usize {
+    pub(crate) fn shard_index(self, count: usize) -> usize {
         (self.high % count as u64) as usize
     }
 
     /// Maps the fingerprint to `0..count`, preserving the order of fingerprints.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "less than count")]
-    pub(super) fn home_slot(self, count: u32) -> usize {
+    pub(crate) fn home_slot(self, count: u32) -> usize {
         ((u128::from(self.high) * u128::from(count)) >> 64) as usize
     }
 }
@@ -100,10 +90,10 @@ impl Fingerprint {
 /// The number of a policy, below [`COUNT`](Self::COUNT), whose keys have an allowance of their own.
 /// Beyond some hundred policies in one process, some share a class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PolicyClass(pub(super) usize);
+pub(crate) struct PolicyClass(pub(crate) usize);
 
 impl PolicyClass {
-    pub(super) const COUNT: usize = 1 << 10;
+    pub(crate) const COUNT: usize = 1 << 10;
 }
 
 /// The bits of the low half that are the class of the policy.
@@ -120,7 +110,7 @@ const PAIR_LENGTHS: RangeInclusive<usize> = 8..=16;
 static GLOBAL_SECRET: LazyLock<HashSecret> = LazyLock::new(HashSecret::new);
 
 /// The random secrets of the hash.
-pub(super) struct HashSecret {
+pub(crate) struct HashSecret {
     pair: PairSecret,
     /// Of a key of two words, by its length. There are more than lengths, so that no index is out
     /// of bounds.
@@ -176,12 +166,12 @@ impl HashSecret {
     }
 
     /// Returns the secret of this process.
-    pub(super) fn global() -> &'static Self {
+    pub(crate) fn global() -> &'static Self {
         &GLOBAL_SECRET
     }
 
     /// Returns the policy's part of the sum, which all keys share, and the policy's class.
-    fn policy_sum(&self, name: &str) -> PolicySum {
+    pub(crate) fn policy_sum(&self, name: &str) -> PolicySum {
         let mut sum = Sum { low: self.start[0].into(), high: self.start[1].into() };
         if name.len() <= MAX_KEY_BYTES {
             sum.add_text(&self.policy_length, &self.policy, name.as_bytes());
@@ -221,7 +211,7 @@ impl HashSecret {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a fifth of a decision, and called in few places")]
     #[expect(clippy::cast_possible_truncation, reason = "both halves, one by one")]
-    pub(super) fn fingerprint(&self, key: &str, policy: &PolicySum) -> Fingerprint {
+    pub(crate) fn fingerprint(&self, key: &str, policy: &PolicySum) -> Fingerprint {
         let sum = self.key_sum(key.as_bytes()).wrapping_add(policy.sum);
         let low = sum as u64 & !(NONE_BIT | CLASS_MASK) | policy.class;
         let [a, b] = self.mix;
@@ -308,7 +298,7 @@ impl PairSecret {
 
 /// The policy's part of a fingerprint's sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PolicySum {
+pub(crate) struct PolicySum {
     sum: u128,
     class: u64,
 }
@@ -322,7 +312,7 @@ pub(crate) struct PolicyRef<'a> {
 
 impl<'a> PolicyRef<'a> {
     #[inline]
-    pub(super) fn new(name: &'a str, secret: &HashSecret) -> Self {
+    pub(crate) fn new(name: &'a str, secret: &HashSecret) -> Self {
         Self { sum: secret.policy_sum(name), name: Some(name) }
     }
 
@@ -332,12 +322,12 @@ impl<'a> PolicyRef<'a> {
     }
 
     #[inline]
-    pub(super) fn sum(&self) -> &PolicySum {
+    pub(crate) fn sum(&self) -> &PolicySum {
         &self.sum
     }
 
     #[inline]
-    pub(super) fn name(&self) -> Option<&'a str> {
+    pub(crate) fn name(&self) -> Option<&'a str> {
         self.name
     }
 }

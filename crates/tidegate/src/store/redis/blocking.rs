@@ -1,4 +1,4 @@
-//! Blocking calls of stores that need a Tokio runtime.
+//! Blocking calls of a [`RedisStore`], which needs a Tokio runtime.
 //!
 //! A call runs as a task on the runtime of the store, and the caller waits for its answer on a
 //! channel. Unlike [`Handle::block_on`], this does not panic inside of a runtime, and it works with
@@ -11,64 +11,59 @@ use std::time::Duration;
 
 use tokio::runtime::{self, Handle, RuntimeFlavor};
 
-use super::BlockingStore;
-use crate::resilience::{DenyCache, Fallback};
-use crate::store::redis::RedisStore;
-use crate::store::{SharedStore, StoreError};
+use super::{Builder, RedisStore};
+use crate::store::{BlockingStore, StoreError};
 
 /// Time that a call may take beyond the timeout of its store, for a machine that is busy.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit of a blocking connect. [`Builder::connect`] itself takes two seconds at most.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Store whose calls run on a Tokio runtime.
-pub(crate) trait OnRuntime {
-    /// Returns the runtime in which the store was connected.
-    fn runtime(&self) -> &Handle;
-
-    /// Returns the timeout of a call.
-    fn call_timeout(&self) -> Duration;
-}
-
-impl<S: SharedStore + OnRuntime> OnRuntime for DenyCache<S> {
-    fn runtime(&self) -> &Handle {
-        self.store().runtime()
-    }
-
-    fn call_timeout(&self) -> Duration {
-        self.store().call_timeout()
-    }
-}
-
-impl<S: SharedStore + OnRuntime> OnRuntime for Fallback<S> {
-    fn runtime(&self) -> &Handle {
-        self.store().runtime()
-    }
-
-    fn call_timeout(&self) -> Duration {
-        self.store().call_timeout()
+impl RedisStore {
+    /// Connects to the server at this URL in a program without a Tokio runtime, for the calls of
+    /// [`Limiter::blocking`](crate::Limiter::blocking).
+    ///
+    /// The connection is served by a thread of its own, which all such stores of the process share.
+    ///
+    /// ```no_run
+    /// use std::time::Duration;
+    /// use tidegate::{Charge, Limiter, Quota, RedisStore};
+    ///
+    /// fn main() -> Result<(), Box<dyn std::error::Error>> {
+    ///     let limiter = Limiter::new(RedisStore::connect_blocking("redis://127.0.0.1:6379")?);
+    ///     let quota = Quota::token_bucket(10, Duration::from_secs(1))?;
+    ///     let decision = limiter.blocking().acquire(&Charge::new("job", &quota))?;
+    ///     println!("allowed: {}", decision.allowed);
+    ///     Ok(())
+    /// }
+    /// ```
+    pub fn connect_blocking(url: &str) -> Result<Self, StoreError> {
+        Self::builder(url).connect_blocking()
     }
 }
 
-macro_rules! blocking_on_runtime {
-    ($([$($generics:tt)*] $store:ty;)*) => {$(
-        impl<$($generics)*> BlockingStore for $store {
-            fn block_on<T: Send + 'static>(
-                &self,
-                call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
-            ) -> Result<T, StoreError> {
-                run_on(self.runtime(), self.call_timeout() + BUSY_TIMEOUT, call)?
-            }
-        }
-    )*};
+impl Builder {
+    /// Connects in a program without a Tokio runtime; see [`RedisStore::connect_blocking`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`connect`](Self::connect).
+    pub fn connect_blocking(self) -> Result<RedisStore, StoreError> {
+        run_in_background(self.connect())
+    }
 }
 
-blocking_on_runtime! {
-    [] RedisStore;
-    [S: SharedStore + OnRuntime] DenyCache<S>;
-    [S: SharedStore + OnRuntime] Fallback<S>;
+impl BlockingStore for RedisStore {
+    fn block_on<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        run_on(&self.shared.runtime, self.shared.timeout + BUSY_TIMEOUT, call)?
+    }
 }
 
 /// Runs a future on a runtime and blocks this thread until it is done, at most for `timeout`.
-pub(crate) fn run_on<T: Send + 'static>(
+fn run_on<T: Send + 'static>(
     runtime: &Handle,
     timeout: Duration,
     future: impl Future<Output = T> + Send + 'static,
@@ -95,9 +90,16 @@ pub(crate) fn run_on<T: Send + 'static>(
     })
 }
 
+/// Connects a store in a program without a Tokio runtime.
+pub(crate) fn run_in_background<T: Send + 'static>(
+    connect: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+) -> Result<T, StoreError> {
+    run_on(&background()?, CONNECT_TIMEOUT, connect)?
+}
+
 /// Returns the runtime of stores that were connected without one: a thread that lives as long as
 /// this process.
-pub(crate) fn background() -> Result<Handle, StoreError> {
+fn background() -> Result<Handle, StoreError> {
     static BACKGROUND: Mutex<Option<Handle>> = Mutex::new(None);
     let mut started = BACKGROUND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(runtime) = &*started {

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::StoreError;
 use crate::random::jittered;
-use crate::store::StoreError;
 
 /// Successful probes in a row that close a circuit.
 const SUCCESSES_TO_CLOSE: u32 = 2;

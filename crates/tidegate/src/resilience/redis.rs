@@ -1,14 +1,10 @@
-//! Stores in one call: with a deny cache and a fallback, and for programs without a runtime.
+//! Redis with a deny cache and a fallback, in one call.
 
-use std::time::Duration;
+use std::future::Future;
 
-use super::{Builder, RedisStore};
-use crate::limiter::runtime::{background, run_on};
-use crate::resilience::{DenyCache, Fallback};
-use crate::store::StoreError;
-
-/// Time limit of a blocking connect. [`Builder::connect`] itself takes two seconds at most.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+use super::{DenyCache, Fallback};
+use crate::store::redis::{Builder, RedisStore, run_in_background};
+use crate::store::{BlockingStore, SharedStore, StoreError};
 
 /// Redis with a deny cache and a fallback; see [`RedisStore::resilient`].
 pub type ResilientRedis = Fallback<DenyCache<RedisStore>>;
@@ -47,27 +43,6 @@ impl RedisStore {
     pub async fn resilient(url: &str) -> Result<ResilientRedis, StoreError> {
         Self::builder(url).resilient().await
     }
-
-    /// Connects to the server at this URL in a program without a Tokio runtime, for the calls of
-    /// [`Limiter::blocking`](crate::Limiter::blocking).
-    ///
-    /// The connection is served by a thread of its own, which all such stores of the process share.
-    ///
-    /// ```no_run
-    /// use std::time::Duration;
-    /// use tidegate::{Charge, Limiter, Quota, RedisStore};
-    ///
-    /// fn main() -> Result<(), Box<dyn std::error::Error>> {
-    ///     let limiter = Limiter::new(RedisStore::connect_blocking("redis://127.0.0.1:6379")?);
-    ///     let quota = Quota::token_bucket(10, Duration::from_secs(1))?;
-    ///     let decision = limiter.blocking().acquire(&Charge::new("job", &quota))?;
-    ///     println!("allowed: {}", decision.allowed);
-    ///     Ok(())
-    /// }
-    /// ```
-    pub fn connect_blocking(url: &str) -> Result<Self, StoreError> {
-        Self::builder(url).connect_blocking()
-    }
 }
 
 impl Builder {
@@ -102,15 +77,6 @@ impl Builder {
         Ok(Fallback::new(DenyCache::new(store)))
     }
 
-    /// Connects in a program without a Tokio runtime; see [`RedisStore::connect_blocking`].
-    ///
-    /// # Errors
-    ///
-    /// Those of [`connect`](Self::connect).
-    pub fn connect_blocking(self) -> Result<RedisStore, StoreError> {
-        run_on(&background()?, CONNECT_TIMEOUT, self.connect())?
-    }
-
     /// Connects in a program without a Tokio runtime, and adds a [`DenyCache`] and a [`Fallback`];
     /// see [`RedisStore::resilient`].
     ///
@@ -128,6 +94,24 @@ impl Builder {
     ///
     /// [`StoreError::Misconfigured`] if an option is invalid.
     pub fn resilient_blocking(self) -> Result<ResilientRedis, StoreError> {
-        run_on(&background()?, CONNECT_TIMEOUT, self.resilient())?
+        run_in_background(self.resilient())
+    }
+}
+
+impl<S: SharedStore + BlockingStore> BlockingStore for DenyCache<S> {
+    fn block_on<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        self.store().block_on(call)
+    }
+}
+
+impl<S: SharedStore + BlockingStore> BlockingStore for Fallback<S> {
+    fn block_on<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        self.store().block_on(call)
     }
 }

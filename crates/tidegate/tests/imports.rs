@@ -1,0 +1,88 @@
+//! Arrows between the first-level modules of the library: they go one way.
+
+use std::path::Path;
+
+#[path = "support/imports.rs"]
+mod imports;
+
+use imports::{cycle, edges, edges_of, exports};
+
+/// Modules, each with those that it imports.
+const ALLOWED: [(&str, &[&str]); 10] = [
+    // The domain, and the arithmetic that it is about:
+    ("algorithm", &["action", "decision", "enum_names"]),
+    ("quota", &["algorithm", "clock", "key"]),
+    ("charge", &["action", "algorithm", "clock", "decision", "enum_names", "key", "quota"]),
+    // Where counts are kept:
+    (
+        "store",
+        &["action", "algorithm", "charge", "clock", "decision", "join", "key", "quota", "random"],
+    ),
+    (
+        "resilience",
+        &["algorithm", "charge", "clock", "decision", "join", "quota", "random", "store"],
+    ),
+    ("limiter", &["algorithm", "charge", "clock", "decision", "quota", "store"]),
+    // Limits on requests:
+    ("headers", &["algorithm", "decision", "quota"]),
+    (
+        "policy",
+        &[
+            "charge",
+            "clock",
+            "decision",
+            "enum_names",
+            "headers",
+            "join",
+            "key",
+            "limiter",
+            "quota",
+            "store",
+        ],
+    ),
+    (
+        "layer",
+        &["charge", "client_ip", "decision", "headers", "limiter", "policy", "quota", "store"],
+    ),
+    ("testing", &["algorithm", "charge", "clock", "decision", "limiter", "quota", "store"]),
+];
+
+#[test]
+fn modules_import_as_listed() {
+    imports::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &ALLOWED);
+}
+
+#[test]
+fn cycles_are_found() {
+    assert!(cycle(&edges(&[("a", &["b", "c"]), ("b", &["c"])])).is_empty());
+    let cyclic = edges(&[("a", &["b"]), ("b", &["c"]), ("c", &["b", "d"])]);
+    assert_eq!(cycle(&cyclic), ["a", "b", "c"]);
+}
+
+#[test]
+fn edges_are_those_of_production_code() {
+    let code = "\
+use crate::{config::{self, Config}, logs};
+use super::super::serve;
+use super::flags::Flags;
+// use crate::comment;
+fn f() { crate::metrics::count(other::crate::name()) }
+#[cfg(test)]
+use crate::first_test;
+#[cfg(test)]
+#[path = \"x.rs\"]
+mod fuzz;
+    #[cfg(test)]
+    fn g() {
+        crate::second_test::f();
+    }
+fn h(_: crate::Type, _: crate::cli::Type, _: crate::Key) {}
+#[cfg(test)]
+mod tests {
+    use crate::third_test;
+}
+";
+    let exports = exports("pub use domain::key::{Key, KeyError};\npub use charge::Charge;\n");
+    let found = edges_of("cli/bench", code, &exports).into_iter().map(|(_, to)| to);
+    assert_eq!(found.collect::<Vec<_>>(), ["config", "domain", "logs", "metrics", "serve"]);
+}
