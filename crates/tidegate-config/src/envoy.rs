@@ -13,7 +13,7 @@ use std::time::Duration;
 use prost_types::Struct;
 use tidegate::{Algorithm, Enforcement, Quota, QuotaError, ShowKeys};
 
-use crate::ConfigWarning;
+use crate::warning::ConfigWarning;
 
 mod error;
 mod fields;

@@ -30,7 +30,7 @@ pub const OPEN_LISTENER: &str = "other hosts can use this listener without a tok
 const MAX_LINES: usize = 3;
 
 /// Returns the warnings about policies. `line` returns the line of a policy.
-pub(super) fn of_policies(
+pub(crate) fn of_policies(
     file: &str,
     policies: &Policies,
     client_ip: &ClientIp,
@@ -120,7 +120,7 @@ const MIN_FULL_LOGS: u64 = 4;
 
 /// Returns a warning for each policy whose logs are too large for a store in memory: it would have
 /// no room for some requests within the limit.
-pub(super) fn of_logs(
+pub(crate) fn of_logs(
     file: &str,
     policies: &Policies,
     max_keys: usize,

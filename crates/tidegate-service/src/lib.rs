@@ -12,6 +12,7 @@ pub mod api;
 mod auth;
 mod backend;
 mod envoy;
+mod forward_auth_parts;
 #[cfg(test)]
 #[path = "../../tidegate/tests/support/fuzz.rs"]
 #[allow(dead_code, reason = "other crates use more of it")]

@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use tidegate::{MemoryStore, Source, StoreError};
 
-use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::auth::AuthFailures;
 use crate::backend::{Backend, RedisBackend};
 use crate::envoy::RejectionCounters;
@@ -53,6 +52,10 @@ pub struct Metrics {
 /// Decisions of one policy, by outcome.
 #[derive(Debug, Default)]
 pub struct Outcomes(Counters<{ FALLBACK + FALLBACKS.len() }>);
+
+/// Number of parts of an original request that forward-auth needs: URI, method and host.
+pub(crate) const PARTS: usize = PART_NAMES.len();
+const PART_NAMES: [&str; 3] = ["uri", "method", "host"];
 
 /// Indexes of the counters of a policy.
 const ALLOWED: usize = 0;

@@ -18,16 +18,15 @@ use tokio::sync::mpsc;
 use changes::{Changes, Contents};
 
 use crate::logs::panics;
-use crate::serve::{self, RestartOnlyConfig};
-use crate::state::ServerState;
+use crate::state::{ReloadError, ServerState};
 use tidegate_config::{self, Config, StoreConfig, rule_files};
 use tidegate_net::tls::ListenerTls;
 
 mod changes;
-mod history;
 mod links;
+mod restart_only;
 
-pub use history::{ReloadError, ReloadHistory};
+pub use restart_only::RestartOnlyConfig;
 
 /// Time between two snapshots that must be equal before a changed file is loaded.
 const DEBOUNCE: Duration = Duration::from_millis(250);
@@ -51,7 +50,7 @@ pub struct ConfigSource {
 impl ConfigSource {
     /// Loads the configuration, with the flags for its store.
     pub fn load(&self) -> Result<Config, ReloadError> {
-        let mut config = serve::configuration(self.file.as_deref())?;
+        let mut config = Config::load_or_sample(self.file.as_deref())?;
         config.store =
             (self.with_flags)(config.store).map_err(|error| self.error(format!("{error:#}")))?;
         config.files.extend(self.password_file.clone());

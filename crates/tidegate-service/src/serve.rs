@@ -2,7 +2,6 @@
 
 use std::io;
 use std::net::IpAddr;
-use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,11 +18,11 @@ use crate::admin::{self, Admin, Live};
 use crate::api::browser::BrowserGuard;
 use crate::envoy::Envoy;
 use crate::metrics::stalls;
-use crate::reload::ConfigSource;
+use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::Resp;
 use crate::state::ServerState;
 use crate::{api, reload};
-use tidegate_config::{Config, GatewayConfig, Listen, OPEN_LISTENER, RedisConfig, StoreConfig};
+use tidegate_config::{Config, Listen, OPEN_LISTENER, RedisConfig, StoreConfig};
 use tidegate_net::ListenAddress;
 use tidegate_net::listener::{self, ListenerConfig, MaxAge, Socket};
 
@@ -47,68 +46,6 @@ const ADMIN_MAX_STREAMS: u32 = 16;
 pub const EVENT_INTERVAL: u32 = 16;
 /// Wait between two checks for a connection to Redis at startup.
 const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
-
-/// Settings that only take effect after a restart.
-pub struct RestartOnlyConfig {
-    listen: Listen,
-    /// Without passwords and certificates, which a reload renews.
-    store: StoreConfig,
-    gateway: GatewayConfig,
-    /// Bound address of the admin listener, whatever the configuration says.
-    admin_address: ListenAddress,
-    /// The same for the Redis protocol.
-    resp_address: Option<ListenAddress>,
-}
-
-impl RestartOnlyConfig {
-    fn new(
-        config: &Config,
-        admin_address: &ListenAddress,
-        resp_address: Option<&ListenAddress>,
-    ) -> Self {
-        Self {
-            listen: config.listen.clone(),
-            store: config.store.without_credentials(),
-            gateway: config.gateway.clone(),
-            admin_address: admin_address.clone(),
-            resp_address: resp_address.cloned(),
-        }
-    }
-
-    /// Returns an error if the admin listener or the Redis protocol would be open to other hosts
-    /// without a token.
-    pub fn check(&self, config: &Config) -> Result<(), String> {
-        if let Some(address) = &self.resp_address
-            && config.tokens.of_api().is_none()
-            && address.is_remote()
-        {
-            return Err(format!(
-                "auth.api_token is missing, but the Redis protocol is bound to {address} until a \
-                 restart, where other hosts could use it without a token: set a token, or restart \
-                 with listen.resp on 127.0.0.1"
-            ));
-        }
-        let address = &self.admin_address;
-        if config.tokens.of_admin().is_some() || !address.is_remote() {
-            return Ok(());
-        }
-        Err(format!(
-            "auth.admin_token is missing, but the admin listener is bound to {address} until a \
-             restart, where other hosts could use it without a token: set a token, or restart with \
-             listen.admin on 127.0.0.1"
-        ))
-    }
-
-    /// Returns the sections of the new configuration whose changes need a restart.
-    pub fn changed_sections(&self, config: &Config) -> Vec<&'static str> {
-        let sections = [
-            ("listen", self.listen != config.listen),
-            ("gateway", self.gateway != config.gateway),
-            ("store", self.store != config.store.without_credentials()),
-        ];
-        sections.into_iter().filter(|(_, changed)| *changed).map(|(name, _)| name).collect()
-    }
-}
 
 /// Runs the API until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
 pub async fn serve(
@@ -453,12 +390,4 @@ pub async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyho
              process that uses it, or set another by {flag} or in the file"
         )
     })
-}
-
-/// Loads the configuration from a file, or the built-in sample.
-pub fn configuration(file: Option<&Path>) -> Result<Config, tidegate_config::ConfigError> {
-    match file {
-        Some(file) => Config::load(file),
-        None => Config::parse("sample.yaml", tidegate_config::SAMPLE),
-    }
 }

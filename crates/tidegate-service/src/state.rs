@@ -11,14 +11,13 @@ use tidegate::{
     QueryError, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
-use crate::api::forward_auth::missing::UsedParts;
 use crate::auth::AuthListener;
 use crate::backend::Backend;
+use crate::forward_auth_parts::UsedParts;
 use crate::hot_keys::{self, HotKeys};
 use crate::logs::{self, DenialLog};
 use crate::metrics::Metrics;
 use crate::observer::DecisionObserver;
-use crate::reload::ReloadHistory;
 use tidegate_api::admin::UpstreamHealth;
 use tidegate_config::envoy::{Limit, Rule, Unit, override_name};
 use tidegate_config::key_hash;
@@ -26,6 +25,10 @@ use tidegate_config::{AuthError, Scope, Token, Tokens};
 use tidegate_config::{Config, EnvoyConfig};
 use tidegate_net::listener::Peer;
 use tidegate_net::tls::{ListenerTls, UpstreamTls};
+
+mod reload_history;
+
+pub use reload_history::{ReloadError, ReloadHistory};
 
 pub struct ServerState {
     active: ArcSwap<ActiveConfig>,

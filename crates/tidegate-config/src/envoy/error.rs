@@ -8,7 +8,7 @@ use tidegate::QuotaError;
 use super::Unit;
 use super::fields::Note;
 use super::raw::MAX_FILE_BYTES;
-use crate::ConfigWarning;
+use crate::warning::ConfigWarning;
 
 /// Maximum number of warnings: more would only fill the log.
 const MAX_WARNINGS: usize = 100;

@@ -32,7 +32,7 @@ pub(super) struct ServiceFlags {
 impl ServiceFlags {
     /// Loads the configuration, as the flags change it.
     pub(super) fn load(&self, file: Option<&Path>) -> anyhow::Result<Config> {
-        let mut config = serve::configuration(file)?;
+        let mut config = Config::load_or_sample(file)?;
         config.store = self.redis.apply(config.store)?;
         config.listen.resp = self.resp.clone().or(config.listen.resp);
         serve::check_resp(&config)?;

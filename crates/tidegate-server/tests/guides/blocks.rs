@@ -13,17 +13,17 @@ const SHOWN: [&str; 3] = ["text", "json", "mermaid"];
 const TESTED_ELSEWHERE: [(&str, &str, &str); 13] = [
     ("README.md", "rust", "crates/tidegate/tests/fresh_project.rs"),
     ("README.md", "toml", "crates/tidegate/tests/fresh_project.rs"),
-    ("README.md", "yaml", "crates/tidegate-config/src/tests.rs"),
+    ("README.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
     ("docs/algorithms.md", "lua", "crates/tidegate/tests/algorithms_page.rs"),
-    ("docs/configuration.md", "yaml", "crates/tidegate-config/src/tests.rs"),
-    ("docs/proxies.md", "yaml", "crates/tidegate-config/src/tests.rs"),
-    ("docs/gateway.md", "yaml", "crates/tidegate-config/src/tests.rs"),
+    ("docs/configuration.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
+    ("docs/proxies.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
+    ("docs/gateway.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
     ("docs/library.md", "rust", "crates/tidegate/src/lib.rs"),
     ("docs/migrating.md", "rust", "crates/tidegate/src/lib.rs"),
     ("docs/redis-clients.md", "python", "crates/tidegate-server/tests/resp/examples.rs"),
     ("docs/redis-clients.md", "js", "crates/tidegate-server/tests/resp/examples.rs"),
-    ("docs/redis.md", "yaml", "crates/tidegate-config/src/tests.rs"),
-    ("docs/spellings.md", "yaml", "crates/tidegate-config/src/schema_tests.rs"),
+    ("docs/redis.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
+    ("docs/spellings.md", "yaml", "crates/tidegate-config/src/config/schema_tests.rs"),
 ];
 
 /// Returns the lines and languages of the blocks of a page that no step of it runs.

@@ -13,7 +13,7 @@ use tidegate::store::redis::NodeHealth;
 use super::sampler::Percentiles;
 use super::{AccessProblems, Admin};
 use crate::backend::{Backend, RedisBackend, StoreHealth};
-use crate::reload::ReloadError;
+use crate::state::ReloadError;
 use crate::state::ServerState;
 use tidegate_api::admin::UpstreamHealth;
 use tidegate_api::duration::{millis, unix_millis};

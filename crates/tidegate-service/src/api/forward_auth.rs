@@ -17,8 +17,6 @@ use tidegate_api::json::nearest_host;
 use tidegate_config::{Scope, Tokens};
 use tidegate_net::listener::{Peer, Request};
 
-pub mod missing;
-
 /// Header with the token, for proxies that cannot set `Authorization` or must forward the client's.
 const TOKEN: &str = "x-tidegate-token";
 /// Headers in which proxies describe the request.

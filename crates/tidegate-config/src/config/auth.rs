@@ -6,8 +6,11 @@ use std::path::{Path, PathBuf};
 use crate::yaml::Document;
 use serde_saphyr::Spanned;
 
-use super::{ConfigError, ConfigWarning, Secret, raw};
+use super::raw;
+use crate::Secret;
 use crate::tokens::{Scope, Token, Tokens};
+use crate::warning::ConfigWarning;
+use crate::yaml::ConfigError;
 use tidegate_net::tls;
 
 const API_TOKEN: &str = "TIDEGATE_API_TOKEN";

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-use crate::ConfigWarning;
+use crate::warning::ConfigWarning;
 
 /// Maximum number of files, far above the needs of real rules.
 const MAX_FILES: usize = 1_000;

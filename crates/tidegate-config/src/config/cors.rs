@@ -6,7 +6,8 @@ use crate::yaml::Document;
 use http::{HeaderName, HeaderValue};
 use serde_saphyr::Spanned;
 
-use super::{ConfigError, raw};
+use super::raw;
+use crate::yaml::ConfigError;
 
 /// Maximum number of origins, and of exposed headers.
 const MAX_ENTRIES: usize = 100;

@@ -9,8 +9,10 @@ use serde_saphyr::Spanned;
 use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
-use super::{ConfigError, Secret, raw};
+use super::raw;
+use crate::Secret;
 use crate::policies::OneOrMany;
+use crate::yaml::ConfigError;
 use crate::yaml::{Document, Flag};
 use tidegate_net::tls;
 

@@ -10,7 +10,8 @@ use http::uri::{Authority, Scheme};
 use schemars::JsonSchema;
 use serde_saphyr::Spanned;
 
-use super::{ConfigError, CorsConfig, cors, raw};
+use super::{CorsConfig, cors, raw};
+use crate::yaml::ConfigError;
 use tidegate_net::tls::UpstreamTls;
 use tidegate_net::{ListenAddress, ListenAddressError};
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use tidegate::Policies;
 
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, PARTS};
 use tidegate_net::LogThrottle;
 
 /// Part of the original request that a proxy describes in a header.
@@ -18,11 +18,6 @@ struct Part {
     nginx: &'static str,
     caddy: &'static str,
 }
-
-/// Number of parts: URI, method and host.
-pub const PARTS: usize = 3;
-/// Names of the parts in metrics.
-pub const PART_NAMES: [&str; PARTS] = ["uri", "method", "host"];
 
 const DESCRIPTIONS: [Part; PARTS] = [
     Part {
@@ -63,7 +58,7 @@ impl UsedParts {
     }
 
     /// Counts each part that the proxy should have described, and warns about it once per minute.
-    pub(super) fn check(&self, described: [bool; PARTS], metrics: &Metrics) {
+    pub(crate) fn check(&self, described: [bool; PARTS], metrics: &Metrics) {
         static THROTTLES: [LogThrottle; PARTS] = [const { LogThrottle::new() }; PARTS];
         for (number, part) in DESCRIPTIONS.iter().enumerate() {
             let Some(policy) = self.0[number].as_ref().filter(|_| !described[number]) else {

@@ -9,11 +9,11 @@ fn sample_is_valid() {
 #[test]
 fn examples_in_the_documents_are_valid() {
     for document in [
-        include_str!("../../../docs/configuration.md"),
-        include_str!("../../../docs/redis.md"),
-        include_str!("../../../docs/gateway.md"),
-        include_str!("../../../docs/proxies.md"),
-        include_str!("../../../README.md"),
+        include_str!("../../../../docs/configuration.md"),
+        include_str!("../../../../docs/redis.md"),
+        include_str!("../../../../docs/gateway.md"),
+        include_str!("../../../../docs/proxies.md"),
+        include_str!("../../../../README.md"),
     ] {
         let blocks: Vec<&str> = document
             .split("```yaml\n")

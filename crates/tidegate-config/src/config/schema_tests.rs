@@ -174,11 +174,11 @@ const TEXTS: [&str; 73] = [
 ];
 
 const DOCUMENTS: [&str; 5] = [
-    include_str!("../../../docs/configuration.md"),
-    include_str!("../../../docs/redis.md"),
-    include_str!("../../../docs/gateway.md"),
-    include_str!("../../../docs/spellings.md"),
-    include_str!("../../../README.md"),
+    include_str!("../../../../docs/configuration.md"),
+    include_str!("../../../../docs/redis.md"),
+    include_str!("../../../../docs/gateway.md"),
+    include_str!("../../../../docs/spellings.md"),
+    include_str!("../../../../README.md"),
 ];
 
 /// Document to compare.

@@ -1,0 +1,114 @@
+//! Arrows go one way: between the crates, and between the modules of each crate. The library has
+//! a test of its own; the gateway is one room.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+#[path = "../../tidegate/tests/support/imports.rs"]
+mod imports;
+
+use imports::Allowed;
+
+/// Crates, each with those of ours that it uses.
+const CRATES: [(&str, &[&str]); 7] = [
+    ("tidegate-net", &[]),
+    ("tidegate-config", &["tidegate", "tidegate-net"]),
+    ("tidegate-api", &["tidegate", "tidegate-config"]),
+    ("tidegate-service", &["tidegate", "tidegate-api", "tidegate-config", "tidegate-net"]),
+    (
+        "tidegate-gateway",
+        &["tidegate", "tidegate-api", "tidegate-config", "tidegate-net", "tidegate-service"],
+    ),
+    ("tidegate-tools", &["tidegate", "tidegate-api", "tidegate-config", "tidegate-net"]),
+    (
+        "tidegate-server",
+        &[
+            "tidegate",
+            "tidegate-config",
+            "tidegate-gateway",
+            "tidegate-net",
+            "tidegate-service",
+            "tidegate-tools",
+        ],
+    ),
+];
+
+/// Modules of the crates, each with those that it imports.
+const MODULES: [(&str, &Allowed<'_>); 5] = [
+    ("tidegate-net", &[("listener", &["address", "log_throttle"])]),
+    (
+        "tidegate-config",
+        &[
+            ("policies", &["yaml"]),
+            ("tokens", &["secret"]),
+            ("envoy", &["warning"]),
+            ("config", &["envoy", "key_hash", "policies", "secret", "tokens", "warning", "yaml"]),
+        ],
+    ),
+    ("tidegate-api", &[("json", &["duration"])]),
+    (
+        "tidegate-service",
+        &[
+            ("metrics", &["auth", "logs"]),
+            ("backend", &["logs", "metrics"]),
+            ("forward_auth_parts", &["metrics"]),
+            ("hot_keys", &["metrics"]),
+            ("observer", &["backend", "hot_keys", "logs", "metrics"]),
+            (
+                "state",
+                &[
+                    "auth",
+                    "backend",
+                    "forward_auth_parts",
+                    "hot_keys",
+                    "logs",
+                    "metrics",
+                    "observer",
+                ],
+            ),
+            ("api", &["auth", "logs", "observer", "state"]),
+            ("envoy", &["auth", "logs", "metrics", "state"]),
+            ("resp", &["api", "auth", "logs", "metrics", "observer", "state"]),
+            ("admin", &["api", "auth", "backend", "hot_keys", "logs", "metrics", "state"]),
+            ("reload", &["logs", "state"]),
+            ("serve", &["admin", "api", "envoy", "metrics", "reload", "resp", "state"]),
+        ],
+    ),
+    (
+        "tidegate-tools",
+        &[
+            ("cli", &["bench", "doctor", "plan", "simulate", "tool", "top"]),
+            ("bench", &["tool"]),
+            ("doctor", &["tool"]),
+            ("plan", &["tool"]),
+            ("simulate", &["tool"]),
+            ("top", &["tool"]),
+        ],
+    ),
+];
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
+}
+
+#[test]
+fn modules_import_as_listed() {
+    for (name, allowed) in MODULES {
+        println!("{name}");
+        imports::check(&folder(name).join("src"), allowed);
+    }
+}
+
+#[test]
+fn crates_use_each_other_as_listed() {
+    for (name, allowed) in CRATES {
+        let manifest = fs::read_to_string(folder(name).join("Cargo.toml")).expect("a manifest");
+        let dependencies = manifest.split("[dependencies]").nth(1).expect("dependencies");
+        let dependencies = dependencies.split("\n[").next().expect("a section");
+        let names = dependencies.lines().filter_map(|line| line.split(['.', ' ']).next());
+        let mut ours: Vec<&str> = names.filter(|name| name.starts_with("tidegate")).collect();
+        ours.sort_unstable();
+        assert_eq!(ours, allowed, "{name}");
+    }
+    assert!(imports::cycle(&imports::edges(&CRATES)).is_empty());
+}
