@@ -64,9 +64,9 @@ impl AuthorityFilter {
     }
 }
 
-/// Part of a field (RFC 7541, 6).
+/// FieldPart of a field (RFC 7541, 6).
 #[derive(Debug, Clone, Copy, Default)]
-enum Part {
+enum FieldPart {
     /// Kind of the field, with the index of the field or of its name.
     #[default]
     Index,
@@ -81,7 +81,7 @@ enum Part {
 struct FieldBlock {
     /// Bytes before the first field.
     skipped: usize,
-    part: Part,
+    part: FieldPart,
     is_literal: bool,
     is_authority: bool,
     /// Whether the text is in a Huffman code, which clients do not use for this.
@@ -100,13 +100,13 @@ impl FieldBlock {
             return;
         }
         match self.part {
-            Part::Index => self.read_index(*byte),
-            Part::NameLength | Part::ValueLength => self.read_length(*byte),
-            Part::Name => {
+            FieldPart::Index => self.read_index(*byte),
+            FieldPart::NameLength | FieldPart::ValueLength => self.read_length(*byte),
+            FieldPart::Name => {
                 self.is_authority &= NAME.get(self.text_position) == Some(byte);
                 self.advance_text();
             }
-            Part::Value => {
+            FieldPart::Value => {
                 let is_replaced = self.is_authority && !self.is_encoded;
                 if is_replaced && matches!(byte, b'%' | b'/') {
                     *byte = b'-';
@@ -130,9 +130,9 @@ impl FieldBlock {
         let Some(index) = self.read_number(byte, prefix) else { return };
         self.is_authority = matches!(index, 0 | NAME_INDEX);
         self.part = match index {
-            _ if !self.is_literal => Part::Index,
-            0 => Part::NameLength,
-            _ => Part::ValueLength,
+            _ if !self.is_literal => FieldPart::Index,
+            0 => FieldPart::NameLength,
+            _ => FieldPart::ValueLength,
         };
     }
 
@@ -142,8 +142,8 @@ impl FieldBlock {
         }
         let Some(length) = self.read_number(byte, 7) else { return };
         (self.text_length, self.text_position) = (length, 0);
-        let is_name = matches!(self.part, Part::NameLength);
-        self.part = if is_name { Part::Name } else { Part::Value };
+        let is_name = matches!(self.part, FieldPart::NameLength);
+        self.part = if is_name { FieldPart::Name } else { FieldPart::Value };
         if is_name {
             self.is_authority = length == NAME.len() && !self.is_encoded;
         }
@@ -160,7 +160,11 @@ impl FieldBlock {
     }
 
     fn end_text(&mut self) {
-        self.part = if matches!(self.part, Part::Name) { Part::ValueLength } else { Part::Index };
+        self.part = if matches!(self.part, FieldPart::Name) {
+            FieldPart::ValueLength
+        } else {
+            FieldPart::Index
+        };
     }
 
     /// Reads the next byte of a number whose first byte has this many bits of it (RFC 7541, 5.1).

@@ -11,10 +11,11 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Re
 use tokio::time::Sleep;
 
 use super::ListenerConfig;
+use super::authority::AuthorityFilter;
 use super::closed::CloseReason;
 use super::connection::Connection;
 use super::framing::Framing;
-use super::places::Place;
+use super::places::Accepted;
 
 /// First bytes of an HTTP/2 connection.
 pub(super) const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -30,6 +31,8 @@ pub(super) struct GuardedStream<S: AsyncRead + AsyncWrite + Unpin + Send + 'stat
     /// `None` only during drop.
     stream: Option<S>,
     connection: Arc<Connection>,
+    /// For connections of a Unix socket.
+    authority: Option<AuthorityFilter>,
     framing: Option<Framing>,
     /// Rest of [`INVALID_HEAD`] to return from reads. Once set, the socket is no longer read.
     rejection: Option<&'static [u8]>,
@@ -44,19 +47,15 @@ pub(super) struct GuardedStream<S: AsyncRead + AsyncWrite + Unpin + Send + 'stat
     /// Runs while the client does not read.
     write_timer: Option<Pin<Box<Sleep>>>,
     /// Held for the lifetime of the connection, also after an upgrade. `None` only during drop.
-    place: Option<Place>,
+    accepted: Option<Accepted>,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
-    pub(super) fn new(
-        stream: S,
-        place: Place,
-        connection: Arc<Connection>,
-        config: &ListenerConfig,
-    ) -> Self {
+    pub(super) fn new(stream: S, accepted: Accepted, config: &ListenerConfig) -> Self {
         Self {
             stream: Some(stream),
-            connection,
+            connection: Arc::clone(&accepted.connection),
+            authority: accepted.is_unix.then(AuthorityFilter::default),
             framing: config.reject_ambiguous.then(Framing::default),
             rejection: None,
             preface_matched: Some(0),
@@ -65,7 +64,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
             outbox: Vec::new(),
             write_timeout: config.write_timeout,
             write_timer: None,
-            place: Some(place),
+            accepted: Some(accepted),
         }
     }
 
@@ -167,6 +166,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncRead for GuardedSt
         }
         let before = buffer.filled().len();
         ready!(self.stream()?.poll_read(cx, buffer))?;
+        if let Some(authority) = &mut self.authority {
+            authority.filter(&mut buffer.filled_mut()[before..]);
+        }
         let accepted = self.inspect(&buffer.filled()[before..]);
         buffer.set_filled(before + accepted);
         self.put_rejection(buffer);
@@ -224,9 +226,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Drop for GuardedStream<
         if let (Some(stream), true, Ok(runtime)) =
             (self.stream.take(), is_sending, tokio::runtime::Handle::try_current())
         {
-            let place = self.place.take();
+            let accepted = self.accepted.take();
             runtime.spawn(async move {
-                let _place = place;
+                let _accepted = accepted;
                 linger(stream, b"").await;
             });
         }

@@ -12,7 +12,7 @@ use super::decide::{Started, decide, finish, start};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
 use super::request::Request;
-use crate::listener::{BufferBudget, Input, Peer, Session, Step, Turn};
+use crate::listener::{BufferBudget, CommandBudget, Input, Peer, Session, Step};
 use crate::state::{ActiveConfig, ServerState};
 
 /// Maximum number of commands that are decided together.
@@ -67,7 +67,12 @@ impl Session for RespSession {
         self.parser.limits.max_input()
     }
 
-    async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>, turn: &mut Turn) -> Step {
+    async fn handle(
+        &mut self,
+        input: &mut Input,
+        replies: &mut Vec<u8>,
+        budget: &mut CommandBudget,
+    ) -> Step {
         // A reload in the middle of a pipeline takes effect after it.
         let active = self.client.state.active_guard();
         self.parser.limits = self.client.limits(&active);
@@ -75,7 +80,7 @@ impl Session for RespSession {
         let executing = self.client.executing.take();
         let commands = executing.as_ref().map_or(input.bytes(), |queued| &queued.commands);
         let (handled, step) =
-            Box::pin(self.handle_commands(&active, commands, replies, turn)).await;
+            Box::pin(self.handle_commands(&active, commands, replies, budget)).await;
         self.parser.shrink();
         let Some(mut queued) = executing else {
             input.consume(handled);
@@ -95,7 +100,7 @@ impl RespSession {
         active: &ActiveConfig,
         input: &[u8],
         replies: &mut Vec<u8>,
-        turn: &mut Turn,
+        budget: &mut CommandBudget,
     ) -> (usize, Step) {
         let Self { parser, client } = self;
         let mut group = Group::default();
@@ -114,13 +119,13 @@ impl RespSession {
                     break client.reject(&error, replies);
                 }
             };
-            if !turn.takes_command() {
+            if !budget.take() {
                 if group.len() == 0 {
                     break Step::Yield;
                 }
                 // Not the end of the group, which would be smaller.
                 tokio::task::yield_now().await;
-                *turn = Turn::default();
+                *budget = CommandBudget::default();
             }
             let at = handled..handled + length;
             handled = at.end;
