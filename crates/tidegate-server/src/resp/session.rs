@@ -11,7 +11,7 @@ use super::client::Client;
 use super::decide::{Started, decide, finish, start};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
-use super::request::Request;
+use super::request::CommandQuery;
 use crate::listener::{BufferBudget, CommandBudget, Input, Peer, Session, Step};
 use crate::state::{ActiveConfig, ServerState};
 
@@ -19,7 +19,7 @@ use crate::state::{ActiveConfig, ServerState};
 const MAX_GROUP: usize = 1_024;
 /// Length of the replies from which on they are sent first.
 const MAX_REPLY_BYTES: usize = 64 * 1024;
-/// Length of the input that is checked for UTF-8 at once: about the commands of a turn.
+/// Length of the input that is checked for UTF-8 in one step: about the commands of a poll.
 const MAX_TEXT_BYTES: usize = 8 * 1024;
 
 /// Session of one client.
@@ -212,7 +212,7 @@ impl<'a, F: Future<Output = Reply>> Group<'a, F> {
     }
 
     /// Returns whether a request can be decided with the others.
-    fn admits(&self, request: &Request<'a>) -> bool {
+    fn admits(&self, request: &CommandQuery<'a>) -> bool {
         let Some(pending) = &self.0 else { return true };
         pending.requests.get(request.key).is_none_or(|known| {
             let is_repeatable = matches!(request.action, Action::Acquire | Action::Peek);
@@ -220,7 +220,7 @@ impl<'a, F: Future<Output = Reply>> Group<'a, F> {
         })
     }
 
-    fn add(&mut self, request: &Request<'a>, reply: F) {
+    fn add(&mut self, request: &CommandQuery<'a>, reply: F) {
         let pending = self.0.get_or_insert_with(|| Pending {
             replies: FuturesOrdered::new(),
             requests: HashMap::new(),
