@@ -76,7 +76,7 @@ struct Sketch {
     /// Part of the hash of each key.
     tags: Vec<u32>,
     counts: Vec<u64>,
-    entries: Vec<Entry>,
+    entries: Vec<SketchEntry>,
     /// Lowest count, as long as an entry from the cursor on has it. Counts only grow, so none
     /// before the cursor has it.
     lowest: u64,
@@ -84,7 +84,7 @@ struct Sketch {
 }
 
 #[derive(Default)]
-struct Entry {
+struct SketchEntry {
     error: u64,
     /// Policy and key in one allocation, which is reused for the next key.
     name: String,
@@ -246,7 +246,7 @@ impl Sketch {
         let index = if self.entries.len() < SKETCH_ENTRIES {
             self.tags.push(tag);
             self.counts.push(0);
-            self.entries.push(Entry::default());
+            self.entries.push(SketchEntry::default());
             self.entries.len() - 1
         } else {
             self.lightest()
@@ -294,7 +294,7 @@ impl Sketch {
     }
 }
 
-impl Entry {
+impl SketchEntry {
     fn policy_and_key(&self) -> (&str, &str) {
         self.name.split_at(self.policy_bytes)
     }
