@@ -116,6 +116,10 @@ impl Connection {
         self.is_http2.store(true, Ordering::Relaxed);
     }
 
+    pub(super) fn is_http2(&self) -> bool {
+        self.is_http2.load(Ordering::Relaxed)
+    }
+
     /// Records bytes from the client.
     pub(super) fn receive(&self, bytes: &[u8]) {
         let mut state = self.state();
@@ -207,8 +211,7 @@ impl Connection {
 
     /// Returns whether a request may start now, or has to wait for the next poll of its connection.
     pub(super) fn take_budget(&self) -> bool {
-        let is_http2 = self.is_http2.load(Ordering::Relaxed);
-        let max = if is_http2 { HTTP2_REQUEST_BUDGET } else { HTTP1_REQUEST_BUDGET };
+        let max = if self.is_http2() { HTTP2_REQUEST_BUDGET } else { HTTP1_REQUEST_BUDGET };
         // Only the task of the connection starts requests.
         let started = self.started.load(Ordering::Relaxed);
         self.started.store(started.saturating_add(1), Ordering::Relaxed);
