@@ -66,12 +66,8 @@ impl Histogram {
 
     pub(crate) fn observe(&self, duration: Duration) {
         let micros = duration::micros_rounded_up(duration);
-        let bucket = match self.bounds {
-            // Nearly every decision in memory.
-            [(lowest, _), ..] if micros <= *lowest => 0,
-            bounds => bounds.partition_point(|(bound, _)| *bound < micros),
-        };
-        self.counters.add_both((bucket, 1), (NANOS, duration::nanos(duration)));
+        self.counters.add(self.bounds.partition_point(|(bound, _)| *bound < micros), 1);
+        self.counters.add(NANOS, duration::nanos(duration));
     }
 
     /// Returns the number of durations in each bucket; the last one has no upper bound.
