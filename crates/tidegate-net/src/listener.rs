@@ -47,27 +47,27 @@ pub use buffers::{BufferBudget, BufferShare, MIN_BUFFER};
 pub use closed::{CloseReason, ClosedConnections};
 use connection::{Connection, HEADER_TIMEOUT, Timeouts, Watcher};
 pub use drain::MaxAge;
-use drain::OpenConnections;
 use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
 pub use lingering::LingeringBody;
-use places::{Place, Places};
+pub use places::Accepted;
+use places::ConnectionSlots;
 use service::ConnectionService;
-pub use session::{Input, Session, Step, Turn, serve_session};
+pub use session::{CommandBudget, Input, Session, Step, serve_session};
 pub use socket::Socket;
-use socket::{Stream, UNIX_PEER};
+use socket::{SocketStream, UNIX_PEER};
 use wakers::{ConnectionWaker, Wrapped};
 
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(30);
 const HTTP2_PING_TIMEOUT: Duration = Duration::from_secs(10);
-/// Response to a connection for which there is no place.
+/// Response to a connection for which there is no slot.
 const REFUSAL: &[u8] =
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n\
     Content-Type: text/plain\r\nContent-Length: 21\r\n\r\ntoo many connections\n";
 /// Maximum number of refused connections that are kept until the client has the response.
 const MAX_REFUSALS: usize = 256;
-/// Wait after a failed accept, which is usually caused by a lack of file descriptors.
+/// Wait after a failed accept. The cause is mostly a lack of file descriptors.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
 
 /// Client side of a connection.
@@ -125,7 +125,7 @@ where
 
 /// Protocol of one connection.
 pub trait Protocol: Send + 'static {
-    /// Bytes to a client for whose connection there is no place.
+    /// Bytes to a client for whose connection there is no slot.
     const REFUSAL: &'static [u8];
 
     /// Serves the connection until it closes, and returns why, if this side closed it early.
@@ -138,12 +138,6 @@ pub trait Protocol: Send + 'static {
     ) -> impl Future<Output = Option<CloseReason>> + Send
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static;
-}
-
-/// Place and shared state of an accepted connection.
-pub struct Accepted {
-    place: Place,
-    connection: Arc<Connection>,
 }
 
 /// HTTP/1.1 or HTTP/2, with the service of one connection.
@@ -159,17 +153,59 @@ where
 {
     const REFUSAL: &'static [u8] = REFUSAL;
 
-    fn serve<I>(
+    async fn serve<I>(
         self,
         stream: I,
-        Accepted { place, connection }: Accepted,
+        accepted: Accepted,
         stop: watch::Receiver<bool>,
         config: &ListenerConfig,
-    ) -> impl Future<Output = Option<CloseReason>> + Send
+    ) -> Option<CloseReason>
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        serve_connection(stream, place, connection, self.0, stop, config)
+        let connection = Arc::clone(&accepted.connection);
+        let stream = GuardedStream::new(stream, accepted, config);
+        let executor =
+            if config.inline_streams { StreamExecutor::inline() } else { StreamExecutor::Spawn };
+        let mut builder = auto::Builder::new(executor.clone());
+        builder.http1().max_buf_size(MAX_HEADER_BYTES as usize);
+        // For small responses, copying the body behind the head is cheaper than a vectored write.
+        builder.http1().writev(!config.inline_streams);
+        // hyper would look for the end of the connection while it has a request, whose bytes take
+        // up the buffer, and allocate another. Requests that are answered soon need not be
+        // cancelled.
+        builder.http1().half_close(config.inline_streams);
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(config.max_streams)
+            .max_header_list_size(MAX_HEADER_BYTES)
+            .keep_alive_interval(HTTP2_PING_INTERVAL)
+            .keep_alive_timeout(HTTP2_PING_TIMEOUT);
+        let timeouts = Timeouts { idle: config.idle_timeout, write: config.write_timeout };
+        let mut watcher = Watcher::new(Arc::clone(&connection), timeouts);
+        let service = ConnectionService {
+            service: self.0,
+            connection: Arc::clone(&connection),
+            inline_streams: config.inline_streams,
+        };
+        let served = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+        let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
+            connection.graceful_shutdown();
+        };
+        let watch = |cx: &mut Context<'_>| watcher.poll(cx);
+        let drained =
+            drain::drive(served, start_drain, stop, config.max_age, &connection.age, watch);
+        let mut driven = executor.drive(drained);
+        let mut waker: Option<Wrapped<ConnectionWaker>> = None;
+        poll_fn(|cx| {
+            connection.reset_budget();
+            let waker = &Wrapped::of(&mut waker, cx).waker;
+            Pin::new(&mut driven).poll(&mut Context::from_waker(waker))
+        })
+        .await;
+        drop(driven);
+        watcher.close_reason()
     }
 }
 
@@ -202,62 +238,61 @@ pub async fn serve_protocol<P: Protocol>(
     mut stop: watch::Receiver<bool>,
     config: ListenerConfig,
 ) {
-    let open = OpenConnections::new();
-    let places = Places::new(
-        config.max_connections,
-        config.max_connections_per_address,
-        Arc::clone(&config.closed),
-    );
+    // Closed when all connections have dropped their receivers.
+    let open = watch::Sender::new(());
+    let is_unix = matches!(listener, Socket::Unix(..));
+    let slots = ConnectionSlots::new(config.max_connections, config.max_connections_per_address);
     let refusals = Arc::new(Semaphore::new(MAX_REFUSALS));
     let config = Arc::new(config);
     let network_of = |peer: SocketAddr| if peer == UNIX_PEER { None } else { network(peer.ip()) };
     let mut headers = JoinSet::new();
     loop {
-        let (stream, address, taken) = tokio::select! {
-            accepted = accept(&listener, &places) => {
+        let (stream, address, accepted) = tokio::select! {
+            accepted = accept(&listener, &slots) => {
                 let Some((stream, peer)) = accepted else { continue };
                 let sends_header = is_in(&config.proxy_protocol, peer.ip());
-                // The header names the client whose share of the places is used.
-                match places.take(if sends_header { None } else { network_of(peer) }) {
-                    Ok(taken) if sends_header => {
-                        headers.spawn(read_header(stream, peer, taken, Arc::clone(&places)));
+                // The header names the client whose share of the slots is used.
+                match slots.take(if sends_header { None } else { network_of(peer) }) {
+                    Ok(accepted) if sends_header => {
+                        let closed = Arc::clone(&config.closed);
+                        headers.spawn(read_header(stream, peer, accepted, closed));
                         continue;
                     }
-                    taken => (stream, peer, taken),
+                    accepted => (stream, peer, accepted),
                 }
             }
             Some(read) = headers.join_next() => {
-                let Ok(Some((stream, client, taken))) = read else { continue };
-                let entered = taken.0.enter(network_of(client));
-                (stream, client, entered.map(|()| taken))
+                let Ok(Some((stream, client, accepted))) = read else { continue };
+                let entered = accepted.enter(network_of(client));
+                (stream, client, entered.map(|()| accepted))
             }
             _ = stop.wait_for(|stop| *stop) => break,
         };
         let tls = tls();
-        let (place, connection) = match taken {
-            Ok(taken) => taken,
+        let mut accepted = match accepted {
+            Ok(accepted) => accepted,
             Err(reason) => {
-                places.count_closed(reason);
+                config.closed.count(reason);
                 refuse(stream, P::REFUSAL, tls.is_some(), &refusals);
                 continue;
             }
         };
-        let guard = open.guard();
+        accepted.is_unix = is_unix;
+        let guard = open.subscribe();
         let stop = stop.clone();
         let protocol = protocol(Peer { address, tls: tls.is_some() });
-        let (places, config) = (Arc::clone(&places), Arc::clone(&config));
+        let config = Arc::clone(&config);
         tokio::spawn(async move {
             let _guard = guard;
             // Connection errors are the client's, so they are not logged.
             let closed = match tls {
-                None => protocol.serve(stream, Accepted { place, connection }, stop, &config).await,
+                None => protocol.serve(stream, accepted, stop, &config).await,
                 // Boxed, because a connection without TLS would carry its large state.
                 Some(tls) => {
                     let handshake =
                         async { TlsAcceptor::from(tls).accept(stream).await.map_err(|_| None) };
-                    match Box::pin(in_time(handshake, &connection)).await {
+                    match Box::pin(in_time(handshake, &accepted.connection)).await {
                         Ok(stream) => {
-                            let accepted = Accepted { place, connection };
                             Box::pin(protocol.serve(stream, accepted, stop, &config)).await
                         }
                         Err(reason) => reason,
@@ -265,7 +300,7 @@ pub async fn serve_protocol<P: Protocol>(
                 }
             };
             if let Some(reason) = closed {
-                places.count_closed(reason);
+                config.closed.count(reason);
             }
         });
     }
@@ -273,23 +308,21 @@ pub async fn serve_protocol<P: Protocol>(
     let _ = tokio::time::timeout(config.drain_timeout, open.closed()).await;
 }
 
-type Taken = (Place, Arc<Connection>);
-
 /// Reads the PROXY header of a balancer, and returns the connection with the address of its client.
 async fn read_header(
-    mut stream: Stream,
+    mut stream: SocketStream,
     peer: SocketAddr,
-    taken: Taken,
-    places: Arc<Places>,
-) -> Option<(Stream, SocketAddr, Taken)> {
+    accepted: Accepted,
+    closed: Arc<ClosedConnections>,
+) -> Option<(SocketStream, SocketAddr, Accepted)> {
     static THROTTLE: LogThrottle = LogThrottle::new();
     let header = async {
         let is_invalid = |error: io::Error| error.kind() == io::ErrorKind::InvalidData;
-        let header = stream.read_proxy_header().await;
+        let header = proxy_header::read(&mut stream).await;
         header.map_err(|error| is_invalid(error).then_some(CloseReason::ProxyHeader))
     };
-    let reason = match in_time(header, &taken.1).await {
-        Ok(client) => return Some((stream, client.unwrap_or(peer), taken)),
+    let reason = match in_time(header, &accepted.connection).await {
+        Ok(client) => return Some((stream, client.unwrap_or(peer), accepted)),
         Err(reason) => reason?,
     };
     if reason == CloseReason::ProxyHeader
@@ -302,7 +335,7 @@ async fn read_header(
              (logged once per minute)"
         );
     }
-    places.count_closed(reason);
+    closed.count(reason);
     None
 }
 
@@ -319,8 +352,8 @@ async fn in_time<T>(
     }
 }
 
-/// Closes a connection for which there is no place. Without TLS, the client gets a response.
-fn refuse(stream: Stream, last: &'static [u8], is_tls: bool, refusals: &Arc<Semaphore>) {
+/// Closes a connection for which there is no slot. Without TLS, the client gets a response.
+fn refuse(stream: SocketStream, last: &'static [u8], is_tls: bool, refusals: &Arc<Semaphore>) {
     let Ok(permit) = Arc::clone(refusals).try_acquire_owned() else { return };
     if !is_tls {
         tokio::spawn(async move {
@@ -330,69 +363,9 @@ fn refuse(stream: Stream, last: &'static [u8], is_tls: bool, refusals: &Arc<Sema
     }
 }
 
-/// Serves one HTTP/1.1 or HTTP/2 connection until it closes, and returns why, if this side closed
-/// it early.
-async fn serve_connection<I, S, B>(
-    stream: I,
-    place: Place,
-    connection: Arc<Connection>,
-    service: S,
-    stop: watch::Receiver<bool>,
-    config: &ListenerConfig,
-) -> Option<CloseReason>
-where
-    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
-    S::Future: Send,
-    B: Body + Send + 'static,
-    B::Data: Send,
-    B::Error: Into<BoxError>,
-{
-    let stream = GuardedStream::new(stream, place, Arc::clone(&connection), config);
-    let executor =
-        if config.inline_streams { StreamExecutor::inline() } else { StreamExecutor::Spawn };
-    let mut builder = auto::Builder::new(executor.clone());
-    builder.http1().max_buf_size(MAX_HEADER_BYTES as usize);
-    // For small responses, copying the body behind the head is cheaper than a vectored write.
-    builder.http1().writev(!config.inline_streams);
-    // hyper would look for the end of the connection while it has a request, whose bytes take up the
-    // buffer, and allocate another. Requests that are answered soon need not be cancelled.
-    builder.http1().half_close(config.inline_streams);
-    builder
-        .http2()
-        .timer(TokioTimer::new())
-        .max_concurrent_streams(config.max_streams)
-        .max_header_list_size(MAX_HEADER_BYTES)
-        .keep_alive_interval(HTTP2_PING_INTERVAL)
-        .keep_alive_timeout(HTTP2_PING_TIMEOUT);
-    let timeouts = Timeouts { idle: config.idle_timeout, write: config.write_timeout };
-    let mut watcher = Watcher::new(Arc::clone(&connection), timeouts);
-    let service = ConnectionService {
-        service,
-        connection: Arc::clone(&connection),
-        inline_streams: config.inline_streams,
-    };
-    let served = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
-    let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
-        connection.graceful_shutdown();
-    };
-    let watch = |cx: &mut Context<'_>| watcher.poll(cx);
-    let drained = drain::drive(served, start_drain, stop, config.max_age, &connection.age, watch);
-    let mut driven = executor.drive(drained);
-    let mut waker: Option<Wrapped<ConnectionWaker>> = None;
-    poll_fn(|cx| {
-        connection.start_turn();
-        let waker = &Wrapped::of(&mut waker, cx).waker;
-        Pin::new(&mut driven).poll(&mut Context::from_waker(waker))
-    })
-    .await;
-    drop(driven);
-    watcher.close_reason()
-}
-
 pub type Request = hyper::Request<LingeringBody>;
 
-async fn accept(listener: &Socket, places: &Places) -> Option<(Stream, SocketAddr)> {
+async fn accept(listener: &Socket, slots: &ConnectionSlots) -> Option<(SocketStream, SocketAddr)> {
     match listener.accept().await {
         Ok(accepted) => Some(accepted),
         Err(error) => {
@@ -406,7 +379,7 @@ async fn accept(listener: &Socket, places: &Places) -> Option<(Stream, SocketAdd
             }
             // Without free file descriptors, clients would wait in the queue.
             if is_out_of_files(&error) {
-                places.evict_idle();
+                slots.evict_idle();
             }
             tokio::time::sleep(ACCEPT_BACKOFF).await;
             None
@@ -425,19 +398,17 @@ mod tests {
     use tokio::io::AsyncWriteExt as _;
     use tokio::net::UnixStream;
 
-    use super::authority::AuthorityFilter;
     use super::*;
 
     #[tokio::test(start_paused = true)]
     async fn balancer_has_limited_time_for_its_header() {
         let closed: Arc<ClosedConnections> = Arc::default();
-        let places = Places::new(1, 1, Arc::clone(&closed));
         let (mut balancer, stream) = UnixStream::pair().expect("a socket");
         balancer.write_all(b"PROXY TCP4 203.0.113.9").await.expect("sent");
-        let taken = places.take(None).expect("a place");
-        let stream = Stream::Unix(stream, AuthorityFilter::default());
+        let accepted = ConnectionSlots::new(1, 1).take(None).expect("a slot");
+        let stream = SocketStream::Right(stream);
         let start = tokio::time::Instant::now();
-        assert!(read_header(stream, UNIX_PEER, taken, Arc::clone(&places)).await.is_none());
+        assert!(read_header(stream, UNIX_PEER, accepted, Arc::clone(&closed)).await.is_none());
         assert_eq!(start.elapsed().as_secs(), HEADER_TIMEOUT.as_secs());
         let counted: Vec<_> = closed.counts().filter(|(_, count)| *count > 0).collect();
         assert_eq!(counted, [("header_timeout", 1)]);

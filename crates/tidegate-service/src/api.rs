@@ -125,14 +125,18 @@ pub fn service(
         let shared = Arc::clone(&shared);
         async move {
             let (state, guard) = &*shared;
-            let connection = Connection { state, guard, peer };
-            // A request is large, so it stays in its place.
-            let response = match (request.uri().path(), request.method()) {
-                ("/v1/acquire", &Method::POST) => acquire(connection, &mut request).await,
-                ("/v1/peek", &Method::POST) => peek(connection, &mut request).await,
-                ("/v1/refund", &Method::POST) => refund(connection, &mut request).await,
-                ("/v1/report", &Method::POST) => report(connection, &mut request).await,
-                _ => Box::pin(respond(connection, request)).await,
+            let connection = ApiConnection { state, guard, peer };
+            let action = match (request.uri().path(), request.method()) {
+                ("/v1/acquire", &Method::POST) => Some(Action::Acquire),
+                ("/v1/peek", &Method::POST) => Some(Action::Peek),
+                ("/v1/refund", &Method::POST) => Some(Action::Refund),
+                ("/v1/report", &Method::POST) => Some(Action::Report),
+                _ => None,
+            };
+            let response = match action {
+                // A request is large, so it stays in its place.
+                Some(action) => decide(connection, action, &mut request).await,
+                None => Box::pin(respond(connection, request)).await,
             };
             Ok(response.unwrap_or_else(Problem::into_http))
         }
@@ -141,14 +145,14 @@ pub fn service(
 
 /// Connection of a client, with all that its requests need.
 #[derive(Clone, Copy)]
-struct Connection<'a> {
+struct ApiConnection<'a> {
     state: &'a ServerState,
     guard: &'a BrowserGuard,
     peer: Peer,
 }
 
 /// Responds to a request that asks for no decision by POST.
-async fn respond(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+async fn respond(connection: ApiConnection<'_>, request: Request) -> Result<ApiResponse, Problem> {
     let is_head = request.method() == Method::HEAD;
     let mut response =
         respond_with_body(connection, request).await.unwrap_or_else(Problem::into_http);
@@ -161,12 +165,12 @@ async fn respond(connection: Connection<'_>, request: Request) -> Result<ApiResp
 }
 
 async fn respond_with_body(
-    connection: Connection<'_>,
+    connection: ApiConnection<'_>,
     request: Request,
 ) -> Result<ApiResponse, Problem> {
     let allowed = match (request.uri().path(), request.method()) {
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
-            let Connection { state, peer, .. } = connection;
+            let ApiConnection { state, peer, .. } = connection;
             return forward_auth::forward_auth(state, peer, request).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
@@ -249,12 +253,8 @@ fn shown_path(uri: &Uri) -> Cow<'_, str> {
         Problems,
     )
 )]
-fn acquire<'a>(
-    connection: Connection<'a>,
-    request: &'a mut Request,
-) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
-    decide(connection, Action::Acquire, request)
-}
+#[expect(dead_code, reason = "only for the schema")]
+fn acquire() {}
 
 /// Return the decision that acquire would make, without a charge.
 #[utoipa::path(
@@ -267,12 +267,8 @@ fn acquire<'a>(
         Problems,
     )
 )]
-fn peek<'a>(
-    connection: Connection<'a>,
-    request: &'a mut Request,
-) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
-    decide(connection, Action::Peek, request)
-}
+#[expect(dead_code, reason = "only for the schema")]
+fn peek() {}
 
 /// Record units that were used already. They are always charged, even beyond the limit.
 ///
@@ -288,12 +284,8 @@ fn peek<'a>(
         Problems,
     )
 )]
-fn report<'a>(
-    connection: Connection<'a>,
-    request: &'a mut Request,
-) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
-    decide(connection, Action::Report, request)
-}
+#[expect(dead_code, reason = "only for the schema")]
+fn report() {}
 
 /// Return the units of an earlier charge, if they still count. `age_ms` is required: the age of
 /// that charge.
@@ -307,15 +299,11 @@ fn report<'a>(
         Problems,
     )
 )]
-fn refund<'a>(
-    connection: Connection<'a>,
-    request: &'a mut Request,
-) -> impl Future<Output = Result<ApiResponse, Problem>> + 'a {
-    decide(connection, Action::Refund, request)
-}
+#[expect(dead_code, reason = "only for the schema")]
+fn refund() {}
 
 async fn decide(
-    Connection { state, guard, peer }: Connection<'_>,
+    ApiConnection { state, guard, peer }: ApiConnection<'_>,
     action: Action,
     request: &mut Request,
 ) -> Result<ApiResponse, Problem> {

@@ -17,7 +17,7 @@ use crate::auth::{self, AuthListener};
 use crate::logs;
 use crate::state::ServerState;
 use tidegate_config::{AuthError, Scope};
-use tidegate_net::listener::{Peer, Request};
+use tidegate_net::listener::{BufferBudget, Peer, Request};
 
 mod dynamic_metadata;
 mod grpc;
@@ -27,13 +27,14 @@ mod rejection;
 mod request;
 
 use grpc::{CallError, GrpcBody, GrpcResponse, MessageReader};
-use message_buffer::{ConnectionBytes, TotalBytes};
+use message_buffer::ConnectionBudget;
 use plan::DescriptorPlan;
 use rejection::Rejection;
 pub(crate) use rejection::RejectionCounters;
+use tidegate_api::DESCRIPTORS;
 use tidegate_api::envoy::config::core::v3::HeaderValue;
 use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{
-    Code, DescriptorStatus, RateLimit, rate_limit,
+    Code, DescriptorStatus, RateLimit,
 };
 use tidegate_api::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use tidegate_config::envoy::Unit;
@@ -47,15 +48,13 @@ const REQUESTS: MessageReader<RateLimitRequest> =
     MessageReader { decode: request::decode, max_bytes: 4 * 1024 * 1024 };
 /// Maximum size of messages for health and reflection, which are a few names.
 const MAX_TONIC_MESSAGE_BYTES: usize = 16 * 1024;
-/// Descriptor set for gRPC reflection.
-use tidegate_api::DESCRIPTORS;
 
 /// Rate limit service, with gRPC health and reflection.
 pub(crate) struct Envoy {
     state: Arc<ServerState>,
     /// Health and reflection.
     tonic_routes: Router,
-    buffered: TotalBytes,
+    buffered: Arc<BufferBudget>,
 }
 
 impl Envoy {
@@ -83,7 +82,7 @@ impl Envoy {
             .add_service(reflection().build_v1()?.max_decoding_message_size(max))
             .add_service(reflection().build_v1alpha()?.max_decoding_message_size(max));
         let tonic_routes = routes.into_axum_router();
-        Ok(Arc::new(Self { state, tonic_routes, buffered: TotalBytes::default() }))
+        Ok(Arc::new(Self { state, tonic_routes, buffered: message_buffer::total_budget() }))
     }
 
     /// Returns the service for one connection. Rate limit calls are answered by a plain hyper
@@ -93,7 +92,7 @@ impl Envoy {
         peer: Peer,
     ) -> impl Service<Request, Response = GrpcResponse, Error = Infallible, Future: Send> + use<>
     {
-        let connection = Arc::new((Arc::clone(self), self.buffered.connection()));
+        let connection = Arc::new((Arc::clone(self), ConnectionBudget::new(&self.buffered)));
         service_fn(move |request: Request| {
             let connection = Arc::clone(&connection);
             async move {
@@ -125,7 +124,7 @@ impl Envoy {
 
 async fn should_rate_limit(
     state: &ServerState,
-    buffered: &ConnectionBytes,
+    buffered: &ConnectionBudget,
     peer: Peer,
     request: Request,
 ) -> Result<GrpcResponse, CallError> {
@@ -155,8 +154,7 @@ async fn should_rate_limit(
     }
     let descriptors = request.descriptors.len();
     let invalid = |reason: String| Rejection::Invalid { reason, descriptors };
-    let (plans, mut charges) = plan::for_request(&active, &request)
-        .map_err(|status| invalid(status.message().to_owned()))?;
+    let (plans, mut charges) = plan::for_request(&active, &request).map_err(invalid)?;
     let failure = strictest(&charges);
     // In shadow mode the request passes, but statuses show what denies it, as in ratelimit.
     let own_modes: Option<Vec<Enforcement>> = active.envoy.shadow_mode.then(|| {
@@ -233,20 +231,10 @@ fn undecided(
 }
 
 fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateLimit {
-    let unit = match unit {
-        Some(Unit::Second) => rate_limit::Unit::Second,
-        Some(Unit::Minute) => rate_limit::Unit::Minute,
-        Some(Unit::Hour) => rate_limit::Unit::Hour,
-        Some(Unit::Day) => rate_limit::Unit::Day,
-        Some(Unit::Week) => rate_limit::Unit::Week,
-        Some(Unit::Month) => rate_limit::Unit::Month,
-        Some(Unit::Year) => rate_limit::Unit::Year,
-        None => rate_limit::Unit::Unknown,
-    };
     RateLimit {
         name: name.unwrap_or_default().to_owned(),
         requests_per_unit: u32::try_from(requests).unwrap_or(u32::MAX),
-        unit: unit.into(),
+        unit: unit.map_or(0, plan::unit_number),
     }
 }
 

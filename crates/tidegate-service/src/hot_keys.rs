@@ -76,15 +76,11 @@ struct Sketch {
     /// Part of the hash of each key.
     tags: Vec<u32>,
     counts: Vec<u64>,
-    entries: Vec<Entry>,
-    /// Lowest count, as long as an entry from the cursor on has it. Counts only grow, so none
-    /// before the cursor has it.
-    lowest: u64,
-    cursor: usize,
+    entries: Vec<SketchEntry>,
 }
 
 #[derive(Default)]
-struct Entry {
+struct SketchEntry {
     error: u64,
     /// Policy and key in one allocation, which is reused for the next key.
     name: String,
@@ -237,7 +233,7 @@ impl Sketch {
         let index = if self.entries.len() < SKETCH_ENTRIES {
             self.tags.push(tag);
             self.counts.push(0);
-            self.entries.push(Entry::default());
+            self.entries.push(SketchEntry::default());
             self.entries.len() - 1
         } else {
             self.lightest()
@@ -249,33 +245,15 @@ impl Sketch {
     }
 
     fn find(&self, tag: u32, policy: &str, key: &str) -> Option<usize> {
-        const CHUNK: usize = 8;
-        for (number, chunk) in self.tags.chunks(CHUNK).enumerate() {
-            // Compares all, which needs fewer instructions than to stop at the first.
-            if chunk.iter().fold(0, |found, known| found | u32::from(*known == tag)) == 0 {
-                continue;
-            }
-            for (index, known) in (number * CHUNK..).zip(chunk) {
-                if *known == tag && self.entries[index].is(policy, key) {
-                    return Some(index);
-                }
-            }
-        }
-        None
+        let is_key =
+            |(index, known): &(usize, &u32)| **known == tag && self.entries[*index].is(policy, key);
+        self.tags.iter().enumerate().find(is_key).map(|(index, _)| index)
     }
 
-    /// Returns an entry with the lowest count of a full sketch.
-    fn lightest(&mut self) -> usize {
-        let is_lowest = |count: &u64| *count == self.lowest;
-        let next = self.counts[self.cursor..].iter().position(is_lowest);
-        self.cursor = match next {
-            Some(offset) => self.cursor + offset,
-            None => {
-                self.lowest = self.counts.iter().copied().min().unwrap_or(0);
-                self.counts.iter().position(|count| *count == self.lowest).unwrap_or(0)
-            }
-        };
-        self.cursor
+    /// Returns the first entry with the lowest count.
+    fn lightest(&self) -> usize {
+        let counts = self.counts.iter().enumerate();
+        counts.min_by_key(|(_, count)| **count).map_or(0, |(index, _)| index)
     }
 
     /// Returns the maximum number of times that a key without an entry was seen.
@@ -285,7 +263,7 @@ impl Sketch {
     }
 }
 
-impl Entry {
+impl SketchEntry {
     fn policy_and_key(&self) -> (&str, &str) {
         self.name.split_at(self.policy_bytes)
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use opentelemetry::trace::TracerProvider as _;
+use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, filter::Targets};
@@ -23,7 +24,6 @@ use tidegate_config::LogDestination;
 pub use denials::DenialLog;
 pub use level::VARIABLE;
 pub use throttle::store_failed;
-use traces::Traces;
 pub use traces::{TRACE, continue_trace, propagate_trace, trace_id};
 pub use writer::LogWriter;
 
@@ -41,15 +41,15 @@ pub enum LogFormat {
 
 /// Guard that exports the last spans and writes the last lines on drop.
 pub struct Logs {
-    /// Declared first, because the exporter may log an error.
-    _traces: Traces,
-    _lines: LastLines,
+    traces: Option<SdkTracerProvider>,
 }
 
-struct LastLines;
-
-impl Drop for LastLines {
+impl Drop for Logs {
     fn drop(&mut self) {
+        // First, because the exporter may log an error.
+        if let Some(provider) = &self.traces {
+            let _ = provider.shutdown();
+        }
         if let Some(writer) = STDERR.get() {
             writer.stop(STOP_TIMEOUT);
         }
@@ -87,5 +87,5 @@ pub fn start(format: LogFormat) -> anyhow::Result<Logs> {
     if provider.is_some() {
         traces::warn_about_protocol();
     }
-    Ok(Logs { _traces: Traces(provider), _lines: LastLines })
+    Ok(Logs { traces: provider })
 }

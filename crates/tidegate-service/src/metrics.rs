@@ -3,7 +3,7 @@
 //! A key is never a label, because the number of keys is unbounded.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -26,16 +26,17 @@ pub mod stalls;
 
 pub use counters::Counters;
 pub use histogram::Histogram;
-pub use requests::{RequestOutcome, Requests};
+use requests::RequestMetrics;
+pub use requests::RequestOutcome;
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Metrics {
     /// Outcomes of every policy since the start, so that a reload resets no counter.
     outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
     /// Number of names in `outcomes` that stem from limit overrides in requests.
     override_names: AtomicUsize,
     sources: Counters<{ SOURCES.len() }>,
-    pub requests: Requests,
+    pub requests: RequestMetrics,
     pub store_seconds: Histogram,
     store_errors: [AtomicU64; ERROR_KINDS.len()],
     reload_successes: AtomicU64,
@@ -54,7 +55,7 @@ pub struct Metrics {
 pub struct Outcomes(Counters<{ FALLBACK + FALLBACKS.len() }>);
 
 /// Number of parts of an original request that forward-auth needs: URI, method and host.
-pub(crate) const PARTS: usize = PART_NAMES.len();
+pub const PARTS: usize = PART_NAMES.len();
 const PART_NAMES: [&str; 3] = ["uri", "method", "host"];
 
 /// Indexes of the counters of a policy.
@@ -108,27 +109,6 @@ impl Outcomes {
     pub fn count_source(&self, source: Source) {
         if let Some(index) = FALLBACKS.iter().position(|known| *known == source) {
             self.0.add(FALLBACK + index, 1);
-        }
-    }
-}
-
-impl Default for Metrics {
-    fn default() -> Self {
-        Self {
-            outcomes: RwLock::default(),
-            override_names: AtomicUsize::new(0),
-            sources: Counters::default(),
-            requests: Requests::default(),
-            store_seconds: Histogram::of_decisions(),
-            store_errors: Default::default(),
-            reload_successes: AtomicU64::new(0),
-            reload_failures: AtomicU64::new(0),
-            incomplete_forward_auth: Default::default(),
-            upstream_retries: AtomicU64::new(0),
-            closed_connections: Arc::default(),
-            envoy_rejections: RejectionCounters::default(),
-            resp: RespCounters::default(),
-            auth_failures: AuthFailures::default(),
         }
     }
 }
@@ -207,12 +187,9 @@ impl Metrics {
 
     /// Writes which of these policies no request has matched.
     pub fn write_unmatched<'a>(&self, text: &mut String, policies: impl Iterator<Item = &'a str>) {
-        let name = "tidegate_policy_unmatched";
-        head(text, name, "gauge", "Whether no request has matched the policy since the start.");
-        for policy in policies {
-            let (label, unmatched) = (escaped(policy), !self.has_matched(policy));
-            let _ = writeln!(text, "{name}{{policy=\"{label}\"}} {}", u8::from(unmatched));
-        }
+        let unmatched = policies.map(|policy| (policy, u8::from(!self.has_matched(policy))));
+        let help = "Whether no request has matched the policy since the start.";
+        write_gauges(text, ("tidegate_policy_unmatched", "policy"), help, unmatched);
     }
 
     pub fn count_reload(&self, success: bool) {
@@ -232,74 +209,51 @@ impl Metrics {
     /// Writes the counters of each policy.
     fn write_outcomes(&self, text: &mut String) {
         let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
-        head(text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
-        for (policy, outcomes) in all.iter() {
-            let policy = escaped(policy);
-            for (outcome, counter) in
-                [("allowed", ALLOWED), ("denied", DENIED), ("shadow_denied", SHADOW_DENIED)]
-            {
-                let labels = format!("policy=\"{policy}\",outcome=\"{outcome}\"");
-                let count = outcomes.0.total(counter);
-                let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {count}");
-            }
-        }
-        head(
-            text,
-            "tidegate_missing_key_total",
-            "counter",
-            "Requests that lack the key of a policy, by policy.",
-        );
-        for (policy, outcomes) in all.iter() {
-            let (policy, count) = (escaped(policy), outcomes.0.total(MISSING_KEY));
-            let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
-        }
-        head(
-            text,
-            "tidegate_near_limit_total",
-            "counter",
-            "Units admitted near the limit, by policy.",
-        );
-        for (policy, outcomes) in all.iter() {
-            let (policy, count) = (escaped(policy), outcomes.0.total(NEAR_LIMIT));
-            let _ = writeln!(text, "tidegate_near_limit_total{{policy=\"{policy}\"}} {count}");
-        }
-        head(
-            text,
-            "tidegate_fallback_decisions_total",
-            "counter",
-            "Decisions of the fallback during an outage of the store, by policy and source.",
-        );
-        for (policy, outcomes) in all.iter() {
-            let policy = escaped(policy);
-            for (source, counter) in FALLBACKS.iter().zip(FALLBACK..) {
-                let labels = format!("policy=\"{policy}\",source=\"{source}\"");
-                let count = outcomes.0.total(counter);
-                let _ = writeln!(text, "tidegate_fallback_decisions_total{{{labels}}} {count}");
+        let outcomes = [("allowed", ALLOWED), ("denied", DENIED), ("shadow_denied", SHADOW_DENIED)]
+            .map(|(outcome, counter)| (format!(",outcome=\"{outcome}\""), counter));
+        let sources = std::array::from_fn::<_, { FALLBACKS.len() }, _>(|index| {
+            (format!(",source=\"{}\"", FALLBACKS[index]), FALLBACK + index)
+        });
+        // Name, help, and each further label with its counter.
+        #[rustfmt::skip]
+        let families = [
+            ("tidegate_decisions_total", "Decisions by policy and outcome.", &outcomes[..]),
+            ("tidegate_missing_key_total",
+                "Requests that lack the key of a policy, by policy.",
+                &[(String::new(), MISSING_KEY)]),
+            ("tidegate_near_limit_total",
+                "Units admitted near the limit, by policy.", &[(String::new(), NEAR_LIMIT)]),
+            ("tidegate_fallback_decisions_total",
+                "Decisions of the fallback during an outage of the store, by policy and source.",
+                &sources),
+        ];
+        for (name, help, counters) in families {
+            head(text, name, "counter", help);
+            for (policy, outcomes) in all.iter() {
+                let policy = escaped(policy);
+                for (label, counter) in counters {
+                    let count = outcomes.0.total(*counter);
+                    let _ = writeln!(text, "{name}{{policy=\"{policy}\"{label}}} {count}");
+                }
             }
         }
     }
 
     /// Writes the metrics of the Redis protocol.
     fn write_resp(&self, text: &mut String) {
+        #[rustfmt::skip]
         let numbers = [
-            (
-                "tidegate_resp_connections",
-                "gauge",
-                "Open connections of Redis clients.",
-                self.resp.connections(),
-            ),
-            (
-                "tidegate_resp_errors_total",
-                "counter",
-                "Error replies to Redis clients.",
-                self.resp.errors(),
-            ),
+            ("tidegate_resp_connections", "gauge",
+                "Open connections of Redis clients.", self.resp.connections()),
+            ("tidegate_resp_errors_total", "counter",
+                "Error replies to Redis clients.", self.resp.errors()),
         ];
         write_numbers(text, &numbers);
+        let help = "Commands of Redis clients, by command.";
         write_labelled(
             text,
             ("tidegate_resp_commands_total", "command"),
-            "Commands of Redis clients, by command.",
+            help,
             self.resp.commands(),
         );
     }
@@ -352,19 +306,13 @@ impl Metrics {
             "Forward-auth requests without a header that policies need, by the missing part.",
             PART_NAMES.iter().zip(self.incomplete_forward_auth.iter().map(load)),
         );
+        #[rustfmt::skip]
         let numbers = [
-            (
-                "tidegate_upstream_retries_total",
-                "counter",
+            ("tidegate_upstream_retries_total", "counter",
                 "Requests that the gateway sent again, to the same or to another upstream.",
-                load(&self.upstream_retries),
-            ),
-            (
-                "tidegate_panics_total",
-                "counter",
-                "Panics, each a defect to be reported.",
-                panics::count(),
-            ),
+                load(&self.upstream_retries)),
+            ("tidegate_panics_total", "counter",
+                "Panics, each a defect to be reported.", panics::count()),
         ];
         write_numbers(&mut text, &numbers);
         write_labelled(
@@ -387,9 +335,8 @@ impl Metrics {
             self.auth_failures.counts(),
         );
         self.write_resp(&mut text);
-        head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
-        let _ =
-            writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+        let (info, help) = (("tidegate_build_info", "version"), "Version of the running process.");
+        write_gauges(&mut text, info, help, [(env!("CARGO_PKG_VERSION"), 1)]);
         text
     }
 }
@@ -397,18 +344,39 @@ impl Metrics {
 /// Writes a counter for each value of a label.
 pub fn write_labelled(
     text: &mut String,
+    name_and_label: (&str, &str),
+    help: &str,
+    counts: impl IntoIterator<Item = (impl Display, u64)>,
+) {
+    write_family(text, "counter", name_and_label, help, counts);
+}
+
+/// Writes a gauge for each value of a label.
+fn write_gauges(
+    text: &mut String,
+    name_and_label: (&str, &str),
+    help: &str,
+    values: impl IntoIterator<Item = (impl Display, impl Display)>,
+) {
+    write_family(text, "gauge", name_and_label, help, values);
+}
+
+fn write_family(
+    text: &mut String,
+    kind: &str,
     (name, label): (&str, &str),
     help: &str,
-    counts: impl IntoIterator<Item = (impl std::fmt::Display, u64)>,
+    values: impl IntoIterator<Item = (impl Display, impl Display)>,
 ) {
-    head(text, name, "counter", help);
-    for (value, count) in counts {
-        let _ = writeln!(text, "{name}{{{label}=\"{value}\"}} {count}");
+    head(text, name, kind, help);
+    for (of, value) in values {
+        let of = escaped(&of.to_string());
+        let _ = writeln!(text, "{name}{{{label}=\"{of}\"}} {value}");
     }
 }
 
 /// Writes metrics without labels: name, type, help and value.
-pub fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64)]) {
+pub fn write_numbers<V: Display>(text: &mut String, numbers: &[(&str, &str, &str, V)]) {
     for (name, kind, help, number) in numbers {
         head(text, name, kind, help);
         let _ = writeln!(text, "{name} {number}");
@@ -417,33 +385,22 @@ pub fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64)]) {
 
 /// Writes the hash of the active configuration.
 pub fn write_config_info(text: &mut String, hash: &str) {
-    let name = "tidegate_config_info";
-    head(text, name, "gauge", "Hash of the active configuration.");
-    let _ = writeln!(text, "{name}{{hash=\"{hash}\"}} 1");
+    let help = "Hash of the active configuration.";
+    write_gauges(text, ("tidegate_config_info", "hash"), help, [(hash, 1)]);
 }
 
 /// Writes the metrics of the counts in this process.
 fn write_memory(text: &mut String, memory: &MemoryStore) {
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    #[rustfmt::skip]
     let numbers = [
-        (
-            "tidegate_memory_keys",
-            "gauge",
-            "Keys in the memory of this process.",
-            count(memory.keys()),
-        ),
-        (
-            "tidegate_memory_max_keys",
-            "gauge",
-            "Keys that the memory of this process has room for.",
-            count(memory.max_keys()),
-        ),
-        (
-            "tidegate_memory_evicted_keys_total",
-            "counter",
+        ("tidegate_memory_keys", "gauge",
+            "Keys in the memory of this process.", count(memory.keys())),
+        ("tidegate_memory_max_keys", "gauge",
+            "Keys that the memory of this process has room for.", count(memory.max_keys())),
+        ("tidegate_memory_evicted_keys_total", "counter",
             "Keys within their quota that full memory forgot to make room for new ones.",
-            memory.evicted_keys(),
-        ),
+            memory.evicted_keys()),
     ];
     write_numbers(text, &numbers);
 }

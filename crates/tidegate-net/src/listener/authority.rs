@@ -4,8 +4,7 @@
 //! h2 resets such a request, because no host name has these characters, and offers no way to accept
 //! them. They are replaced before h2 reads them, which leaves all lengths as they are.
 
-use super::frames::{Frame, HEAD_BYTES, HEADERS};
-use super::guarded_stream::HTTP2_PREFACE;
+use super::frames::{Frame, FramePart, FramePosition, HEADERS};
 
 const NAME: &[u8] = b":authority";
 /// Index of the name in the static table (RFC 7541, appendix A).
@@ -15,15 +14,10 @@ const PADDED: u8 = 0x08;
 const PRIORITY: u8 = 0x20;
 const PRIORITY_BYTES: usize = 5;
 
-/// Filter of the bytes of one connection.
+/// Filter of the bytes of one HTTP/2 connection, behind its preface.
 #[derive(Debug, Default)]
 pub(super) struct AuthorityFilter {
-    preface_length: usize,
-    /// Whether the connection is not HTTP/2.
-    is_off: bool,
-    head: [u8; HEAD_BYTES],
-    head_length: usize,
-    payload_left: usize,
+    position: FramePosition,
     /// Fields of the current frame, if it has any. A block that continues in a further frame is
     /// read in its first one, where clients put the pseudo-headers.
     block: Option<FieldBlock>,
@@ -32,41 +26,26 @@ pub(super) struct AuthorityFilter {
 impl AuthorityFilter {
     /// Replaces the characters in the next bytes.
     pub(super) fn filter(&mut self, mut bytes: &mut [u8]) {
-        while let Some(first) = bytes.first().filter(|_| !self.is_off) {
-            let mut length = 1;
-            if let Some(expected) = HTTP2_PREFACE.get(self.preface_length) {
-                self.is_off = first != expected;
-                self.preface_length += 1;
-            } else if self.payload_left == 0 {
-                self.head[self.head_length] = *first;
-                self.head_length += 1;
-                if self.head_length == HEAD_BYTES {
-                    self.start_frame();
+        while !bytes.is_empty() {
+            let (length, part) = self.position.advance(bytes);
+            let (now, later) = bytes.split_at_mut(length);
+            match (part, &mut self.block) {
+                (FramePart::Start(frame), _) => self.block = FieldBlock::of(frame),
+                (FramePart::Payload, Some(block)) => {
+                    for byte in now {
+                        block.filter(byte);
+                    }
                 }
-            } else {
-                length = bytes.len().min(self.payload_left);
-                self.payload_left -= length;
-                if let Some(block) = &mut self.block {
-                    bytes[..length].iter_mut().for_each(|byte| block.filter(byte));
-                }
+                (FramePart::Head | FramePart::Payload, _) => {}
             }
-            bytes = &mut bytes[length..];
+            bytes = later;
         }
-    }
-
-    fn start_frame(&mut self) {
-        let frame = Frame::parse(self.head);
-        self.head_length = 0;
-        self.payload_left = frame.length as usize;
-        let has_fields = frame.kind == HEADERS && !frame.has(PADDED);
-        let skipped = if frame.has(PRIORITY) { PRIORITY_BYTES } else { 0 };
-        self.block = has_fields.then(|| FieldBlock { skipped, ..FieldBlock::default() });
     }
 }
 
 /// Part of a field (RFC 7541, 6).
 #[derive(Debug, Clone, Copy, Default)]
-enum Part {
+enum FieldPart {
     /// Kind of the field, with the index of the field or of its name.
     #[default]
     Index,
@@ -81,7 +60,7 @@ enum Part {
 struct FieldBlock {
     /// Bytes before the first field.
     skipped: usize,
-    part: Part,
+    part: FieldPart,
     is_literal: bool,
     is_authority: bool,
     /// Whether the text is in a Huffman code, which clients do not use for this.
@@ -94,19 +73,25 @@ struct FieldBlock {
 }
 
 impl FieldBlock {
+    fn of(frame: Frame) -> Option<Self> {
+        let has_fields = frame.kind == HEADERS && !frame.has(PADDED);
+        let skipped = if frame.has(PRIORITY) { PRIORITY_BYTES } else { 0 };
+        has_fields.then(|| Self { skipped, ..Self::default() })
+    }
+
     fn filter(&mut self, byte: &mut u8) {
         if self.skipped > 0 {
             self.skipped -= 1;
             return;
         }
         match self.part {
-            Part::Index => self.read_index(*byte),
-            Part::NameLength | Part::ValueLength => self.read_length(*byte),
-            Part::Name => {
+            FieldPart::Index => self.read_index(*byte),
+            FieldPart::NameLength | FieldPart::ValueLength => self.read_length(*byte),
+            FieldPart::Name => {
                 self.is_authority &= NAME.get(self.text_position) == Some(byte);
                 self.advance_text();
             }
-            Part::Value => {
+            FieldPart::Value => {
                 let is_replaced = self.is_authority && !self.is_encoded;
                 if is_replaced && matches!(byte, b'%' | b'/') {
                     *byte = b'-';
@@ -130,9 +115,9 @@ impl FieldBlock {
         let Some(index) = self.read_number(byte, prefix) else { return };
         self.is_authority = matches!(index, 0 | NAME_INDEX);
         self.part = match index {
-            _ if !self.is_literal => Part::Index,
-            0 => Part::NameLength,
-            _ => Part::ValueLength,
+            _ if !self.is_literal => FieldPart::Index,
+            0 => FieldPart::NameLength,
+            _ => FieldPart::ValueLength,
         };
     }
 
@@ -142,8 +127,8 @@ impl FieldBlock {
         }
         let Some(length) = self.read_number(byte, 7) else { return };
         (self.text_length, self.text_position) = (length, 0);
-        let is_name = matches!(self.part, Part::NameLength);
-        self.part = if is_name { Part::Name } else { Part::Value };
+        let is_name = matches!(self.part, FieldPart::NameLength);
+        self.part = if is_name { FieldPart::Name } else { FieldPart::Value };
         if is_name {
             self.is_authority = length == NAME.len() && !self.is_encoded;
         }
@@ -160,7 +145,11 @@ impl FieldBlock {
     }
 
     fn end_text(&mut self) {
-        self.part = if matches!(self.part, Part::Name) { Part::ValueLength } else { Part::Index };
+        self.part = if matches!(self.part, FieldPart::Name) {
+            FieldPart::ValueLength
+        } else {
+            FieldPart::Index
+        };
     }
 
     /// Reads the next byte of a number whose first byte has this many bits of it (RFC 7541, 5.1).
@@ -213,7 +202,7 @@ mod tests {
         };
         let settings = encode(SETTINGS, 0, b"");
         let data = encode(DATA, 1, &headers("%2F/"));
-        [HTTP2_PREFACE, &settings, &headers(path), &data, &headers(path)].concat()
+        [settings, headers(path), data, headers(path)].concat()
     }
 
     #[test]
@@ -234,15 +223,13 @@ mod tests {
     }
 
     #[test]
-    fn other_fields_and_protocols_are_left_as_they_are() {
+    fn other_fields_are_left_as_they_are() {
         for name in [&b"\x42"[..], b"\x04", b"\x40\x0a:authoritx", b"\x40\x01x"] {
             let bytes = connection(name, "/a%2F", 0);
             assert_eq!(filtered(&bytes, 5), bytes, "{name:?}");
         }
         let padded = connection(b"\x41", "/a%2F", PADDED);
         assert_eq!(filtered(&padded, 5), padded);
-        let http1 = b"GET /%2F HTTP/1.1\r\n:authority: /\r\n\r\n";
-        assert_eq!(filtered(http1, 3), http1);
     }
 
     #[test]

@@ -1,13 +1,12 @@
 //! Memory of the buffers of all connections of a listener.
 
-use std::cmp::Ordering;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// Size of a buffer that every connection may have, whatever the others use.
 pub const MIN_BUFFER: usize = 4 * 1024;
 
-/// Number of bytes that the larger buffers of all connections may take together.
+/// Number of bytes that larger buffers may take together, such as those of all connections.
 #[derive(Debug)]
 pub struct BufferBudget {
     left: AtomicUsize,
@@ -16,6 +15,16 @@ pub struct BufferBudget {
 impl BufferBudget {
     pub fn new(max: usize) -> Arc<Self> {
         Arc::new(Self { left: AtomicUsize::new(max) })
+    }
+
+    /// Takes bytes. Returns false, and takes none, if too few are left.
+    #[must_use]
+    pub fn take(&self, bytes: usize) -> bool {
+        self.left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(bytes)).is_ok()
+    }
+
+    pub fn release(&self, bytes: usize) {
+        self.left.fetch_add(bytes, Relaxed);
     }
 }
 
@@ -36,18 +45,11 @@ impl BufferShare {
     #[must_use]
     pub fn resize(&mut self, size: usize) -> bool {
         let bytes = if size > MIN_BUFFER { size } else { 0 };
-        let left = &self.budget.left;
-        match bytes.cmp(&self.bytes) {
-            Ordering::Equal => {}
-            Ordering::Less => {
-                left.fetch_add(self.bytes - bytes, Relaxed);
-            }
-            Ordering::Greater => {
-                let more = bytes - self.bytes;
-                if left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(more)).is_err() {
-                    return false;
-                }
-            }
+        if bytes > self.bytes && !self.budget.take(bytes - self.bytes) {
+            return false;
+        }
+        if bytes < self.bytes {
+            self.budget.release(self.bytes - bytes);
         }
         self.bytes = bytes;
         true
@@ -56,7 +58,7 @@ impl BufferShare {
     /// Returns all bytes to the budget.
     pub fn release(&mut self) {
         if self.bytes > 0 {
-            self.budget.left.fetch_add(std::mem::take(&mut self.bytes), Relaxed);
+            self.budget.release(std::mem::take(&mut self.bytes));
         }
     }
 }

@@ -15,9 +15,9 @@ pub enum CloseReason {
     ControlFrames,
     /// Idle, and closed for a new connection.
     Evicted,
-    /// Refused: all places are taken by busy connections.
+    /// Refused: all slots are taken by busy connections.
     Full,
-    /// Refused: all places of this address are taken by busy connections.
+    /// Refused: all slots of this address are taken by busy connections.
     FullForAddress,
     /// The buffers of all connections are full, and this one needs more.
     BuffersFull,
@@ -44,7 +44,7 @@ impl CloseReason {
         matches!(self, Self::Stalled | Self::ControlFrames)
     }
 
-    pub(super) fn label(self) -> &'static str {
+    fn label(self) -> &'static str {
         Self::LABELS[self as usize]
     }
 }
@@ -55,6 +55,7 @@ pub struct ClosedConnections([AtomicU64; CloseReason::LABELS.len()]);
 
 impl ClosedConnections {
     pub(super) fn count(&self, reason: CloseReason) {
+        tracing::debug!(reason = reason.label(), "connection closed");
         self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 

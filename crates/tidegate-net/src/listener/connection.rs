@@ -10,18 +10,18 @@ use futures_util::task::AtomicWaker;
 use tokio::time::{Instant, Sleep};
 
 use super::closed::CloseReason;
-use super::drain::ConnectionState;
+use super::drain::ConnectionAge;
 use super::http2::{self, Http2};
-use super::places::PlaceMark;
+use super::places::ConnectionSlots;
 
 /// Time for a TLS handshake and for a complete request head, from its first byte.
 pub(super) const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time between two checks.
 const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(5);
-/// Requests that a connection may start before it lets others run. Pipelined requests and parallel
-/// streams are otherwise served as long as there are any.
-const HTTP1_REQUESTS_PER_TURN: u32 = 4;
-const HTTP2_REQUESTS_PER_TURN: u32 = 32;
+/// Requests that a connection may start in one poll, before it lets others run. Pipelined requests
+/// and parallel streams are otherwise served as long as there are any.
+const HTTP1_REQUEST_BUDGET: u32 = 4;
+const HTTP2_REQUEST_BUDGET: u32 = 32;
 
 /// Timeouts of a connection.
 #[derive(Debug, Clone, Copy)]
@@ -32,21 +32,23 @@ pub(super) struct Timeouts {
 
 /// State that the parts of a connection share.
 pub(super) struct Connection {
-    state: Mutex<State>,
+    state: Mutex<ConnectionState>,
     is_http2: AtomicBool,
     /// Whether the connection has to close or has frames to insert, so that most reads need no
     /// lock.
     needs_attention: AtomicBool,
-    place: PlaceMark,
-    pub(super) age: ConnectionState,
-    /// Requests that were started since the last turn.
+    pub(super) slots: Arc<ConnectionSlots>,
+    /// Index of its slot.
+    pub(super) slot: usize,
+    pub(super) age: ConnectionAge,
+    /// Requests that were started in the current poll.
     started: AtomicU32,
     /// Wakes the task of the connection.
     task: AtomicWaker,
 }
 
-struct State {
-    protocol: Protocol,
+struct ConnectionState {
+    protocol: ProtocolState,
     closing: Option<CloseReason>,
     /// Frames to insert in front of further ones: to hyper as if from the client, and to the
     /// client.
@@ -59,7 +61,7 @@ pub(super) struct Inserted {
     pub(super) sent: Vec<u8>,
 }
 
-enum Protocol {
+enum ProtocolState {
     /// HTTP/1.1, or not yet known; or a session, whose commands are like requests.
     Http1 {
         in_flight: u32,
@@ -85,22 +87,24 @@ enum Check {
 }
 
 impl Connection {
-    pub(super) fn new(place: PlaceMark) -> Self {
+    pub(super) fn new(slots: Arc<ConnectionSlots>, slot: usize) -> Self {
         let now = Instant::now();
-        let protocol = Protocol::Http1 { in_flight: 0, idle_since: now, head_since: Some(now) };
-        let state = State { protocol, closing: None, inserted: Inserted::default() };
+        let protocol =
+            ProtocolState::Http1 { in_flight: 0, idle_since: now, head_since: Some(now) };
+        let state = ConnectionState { protocol, closing: None, inserted: Inserted::default() };
         Self {
             state: Mutex::new(state),
             is_http2: AtomicBool::new(false),
             needs_attention: AtomicBool::new(false),
-            place,
-            age: ConnectionState::default(),
+            slots,
+            slot,
+            age: ConnectionAge::default(),
             started: AtomicU32::new(0),
             task: AtomicWaker::new(),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ConnectionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -108,20 +112,24 @@ impl Connection {
     pub(super) fn start_http2(&self) {
         let now = Instant::now();
         let frames = Box::new(Http2::new(now));
-        self.state().protocol = Protocol::Http2 { frames, idle_since: Some(now) };
+        self.state().protocol = ProtocolState::Http2 { frames, idle_since: Some(now) };
         self.is_http2.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_http2(&self) -> bool {
+        self.is_http2.load(Ordering::Relaxed)
     }
 
     /// Records bytes from the client.
     pub(super) fn receive(&self, bytes: &[u8]) {
         let mut state = self.state();
-        let State { protocol, closing, .. } = &mut *state;
+        let ConnectionState { protocol, closing, .. } = &mut *state;
         match protocol {
-            Protocol::Http1 { in_flight: 0, head_since: head_since @ None, .. } => {
+            ProtocolState::Http1 { in_flight: 0, head_since: head_since @ None, .. } => {
                 *head_since = Some(Instant::now());
             }
-            Protocol::Http1 { .. } => {}
-            Protocol::Http2 { frames, idle_since } => {
+            ProtocolState::Http1 { .. } => {}
+            ProtocolState::Http2 { frames, idle_since } => {
                 let is_flood = frames.receive(bytes).is_err();
                 self.update_idle(frames, idle_since, *closing);
                 if is_flood {
@@ -136,8 +144,8 @@ impl Connection {
     /// Records bytes to the client.
     pub(super) fn send<'a>(&self, pieces: impl Iterator<Item = &'a [u8]>, mut length: usize) {
         let mut state = self.state();
-        let State { protocol, closing, .. } = &mut *state;
-        if let Protocol::Http2 { frames, idle_since } = protocol {
+        let ConnectionState { protocol, closing, .. } = &mut *state;
+        if let ProtocolState::Http2 { frames, idle_since } = protocol {
             for piece in pieces {
                 let part = piece.len().min(length);
                 frames.send(&piece[..part]);
@@ -155,72 +163,55 @@ impl Connection {
     ) {
         if frames.has_open_streams() == idle_since.is_some() {
             *idle_since = (!frames.has_open_streams()).then(Instant::now);
-            self.mark_place(*idle_since, closing);
+            self.mark_slot(*idle_since, closing);
         }
     }
 
-    /// Marks the place, unless it may belong to another connection already.
-    fn mark_place(&self, idle_since: Option<Instant>, closing: Option<CloseReason>) {
+    /// Marks the slot, unless it may belong to another connection already.
+    fn mark_slot(&self, idle_since: Option<Instant>, closing: Option<CloseReason>) {
         if closing.is_none() {
-            self.place.set_idle(idle_since);
+            self.slots.mark(self.slot, idle_since);
         }
     }
 
     /// Records that the client reads the rest of a response after a wait.
     pub(super) fn resume_writing(&self) {
-        if let Protocol::Http1 { idle_since, .. } = &mut self.state().protocol {
+        if let ProtocolState::Http1 { idle_since, .. } = &mut self.state().protocol {
             *idle_since = Instant::now();
         }
     }
 
-    fn start_request(&self) {
+    /// Records a request, or that a session handles what it has received. Returns since when its
+    /// head was incomplete.
+    pub(super) fn start_request(&self) -> Option<Instant> {
         let mut state = self.state();
-        let State { protocol, closing, .. } = &mut *state;
-        if let Protocol::Http1 { in_flight, head_since, .. } = protocol {
-            *in_flight += 1;
-            *head_since = None;
-            self.mark_place(None, *closing);
-        }
-    }
-
-    fn end_request(&self) {
-        let mut state = self.state();
-        let State { protocol, closing, .. } = &mut *state;
-        if let Protocol::Http1 { in_flight, idle_since, .. } = protocol {
-            *in_flight = in_flight.saturating_sub(1);
-            *idle_since = Instant::now();
-            self.mark_place(Some(*idle_since), *closing);
-        }
-    }
-
-    /// Records that a session handles what it has received. Returns since when a command is
-    /// incomplete, for [`end_commands`](Self::end_commands).
-    pub(super) fn start_commands(&self) -> Option<Instant> {
-        let mut state = self.state();
-        let State { protocol, closing, .. } = &mut *state;
-        let Protocol::Http1 { in_flight, head_since, .. } = protocol else { return None };
+        let ConnectionState { protocol, closing, .. } = &mut *state;
+        let ProtocolState::Http1 { in_flight, head_since, .. } = protocol else { return None };
         *in_flight += 1;
-        self.mark_place(None, *closing);
+        self.mark_slot(None, *closing);
         head_since.take()
     }
 
-    /// Records that the replies are sent, and since when a further command is incomplete.
-    pub(super) fn end_commands(&self, incomplete_since: Option<Instant>) {
-        self.end_request();
-        if let Protocol::Http1 { head_since, .. } = &mut self.state().protocol {
+    /// Records that the response is sent, and since when the next head is incomplete.
+    pub(super) fn end_request(&self, incomplete_since: Option<Instant>) {
+        let mut state = self.state();
+        let ConnectionState { protocol, closing, .. } = &mut *state;
+        if let ProtocolState::Http1 { in_flight, idle_since, head_since } = protocol {
+            *in_flight = in_flight.saturating_sub(1);
+            *idle_since = Instant::now();
             *head_since = incomplete_since;
+            self.mark_slot(Some(*idle_since), *closing);
         }
     }
 
-    /// Starts a turn, in which a limited number of requests may start.
-    pub(super) fn start_turn(&self) {
+    /// Starts a poll, in which a limited number of requests may start.
+    pub(super) fn reset_budget(&self) {
         self.started.store(0, Ordering::Relaxed);
     }
 
-    /// Returns whether a request may start now, or has to wait for the next turn of its connection.
-    pub(super) fn takes_turn(&self) -> bool {
-        let is_http2 = self.is_http2.load(Ordering::Relaxed);
-        let max = if is_http2 { HTTP2_REQUESTS_PER_TURN } else { HTTP1_REQUESTS_PER_TURN };
+    /// Returns whether a request may start now, or has to wait for the next poll of its connection.
+    pub(super) fn take_budget(&self) -> bool {
+        let max = if self.is_http2() { HTTP2_REQUEST_BUDGET } else { HTTP1_REQUEST_BUDGET };
         // Only the task of the connection starts requests.
         let started = self.started.load(Ordering::Relaxed);
         self.started.store(started.saturating_add(1), Ordering::Relaxed);
@@ -250,8 +241,8 @@ impl Connection {
             return (Inserted::default(), false);
         }
         let mut state = self.state();
-        let State { protocol, closing, inserted } = &mut *state;
-        let Protocol::Http2 { frames, .. } = protocol else {
+        let ConnectionState { protocol, closing, inserted } = &mut *state;
+        let ProtocolState::Http2 { frames, .. } = protocol else {
             return (Inserted::default(), closing.is_some());
         };
         let mut taken = Inserted::default();
@@ -271,28 +262,28 @@ impl Connection {
 
     fn check(&self, now: Instant, timeouts: Timeouts) -> Check {
         let mut state = self.state();
-        let State { protocol, inserted, closing } = &mut *state;
+        let ConnectionState { protocol, inserted, closing } = &mut *state;
         // A client in the middle of a frame would keep its streams.
         if !inserted.received.is_empty() || !inserted.sent.is_empty() {
             return Check::Close(CloseReason::Stalled);
         }
         match protocol {
-            Protocol::Http1 { in_flight: 1.., .. } => Check::Continue,
-            Protocol::Http1 { head_since: Some(since), .. } => {
+            ProtocolState::Http1 { in_flight: 1.., .. } => Check::Continue,
+            ProtocolState::Http1 { head_since: Some(since), .. } => {
                 if now.duration_since(*since) < HEADER_TIMEOUT {
                     return Check::Continue;
                 }
                 Check::Close(CloseReason::HeaderTimeout)
             }
-            Protocol::Http1 { idle_since, .. } => {
+            ProtocolState::Http1 { idle_since, .. } => {
                 let is_idle = now.duration_since(*idle_since) >= timeouts.idle;
                 if is_idle { Check::Close(CloseReason::Idle) } else { Check::Continue }
             }
-            Protocol::Http2 { idle_since: Some(since), .. } => {
+            ProtocolState::Http2 { idle_since: Some(since), .. } => {
                 let is_idle = now.duration_since(*since) >= timeouts.idle;
                 if is_idle { Check::Idle } else { Check::Continue }
             }
-            Protocol::Http2 { frames, idle_since: idle_since @ None } => {
+            ProtocolState::Http2 { frames, idle_since: idle_since @ None } => {
                 let stalled = frames.check(now, timeouts.write);
                 if stalled.closes {
                     return Check::Close(CloseReason::Stalled);
@@ -327,7 +318,7 @@ impl RequestGuard {
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.0.end_request();
+        self.0.end_request(None);
     }
 }
 
@@ -403,14 +394,14 @@ impl Watcher {
 mod tests {
     use std::task::Waker;
 
-    use super::super::places::Places;
     use super::*;
 
     const TIMEOUTS: Timeouts =
         Timeouts { idle: Duration::from_secs(60), write: Duration::from_secs(30) };
 
     fn connection() -> Arc<Connection> {
-        Places::new(1, 1, Arc::default()).take(None).expect("a place").1
+        let accepted = ConnectionSlots::new(1, 1).take(None).expect("a slot");
+        Arc::clone(&accepted.connection)
     }
 
     /// Returns the first verdict and the time until then.
@@ -453,14 +444,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn turn_has_a_limited_number_of_requests() {
+    async fn poll_has_a_limited_number_of_requests() {
         let connection = connection();
-        let started = || (0..100).filter(|_| connection.takes_turn()).count();
+        let started = || (0..100).filter(|_| connection.take_budget()).count();
         assert_eq!((started(), started()), (4, 0));
-        connection.start_turn();
+        connection.reset_budget();
         assert_eq!(started(), 4);
         connection.start_http2();
-        connection.start_turn();
+        connection.reset_budget();
         assert_eq!((started(), started()), (32, 0));
     }
 

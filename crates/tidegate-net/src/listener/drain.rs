@@ -14,30 +14,6 @@ use tokio::time::Sleep;
 use super::connection::Verdict;
 use super::wakers::{CheckWaker, Wrapped};
 
-/// Connections of a listener that are still open.
-pub(super) struct OpenConnections {
-    /// Closed when all guards are dropped.
-    all: watch::Sender<()>,
-}
-
-/// Guard of an open connection.
-pub(super) struct OpenConnection(#[expect(dead_code, reason = "held")] watch::Receiver<()>);
-
-impl OpenConnections {
-    pub(super) fn new() -> Self {
-        Self { all: watch::Sender::new(()) }
-    }
-
-    pub(super) fn guard(&self) -> OpenConnection {
-        OpenConnection(self.all.subscribe())
-    }
-
-    /// Waits until all connections are closed.
-    pub(super) async fn closed(self) {
-        self.all.closed().await;
-    }
-}
-
 /// Maximum age of a connection, so that clients distribute their connections again over a fleet
 /// behind a load balancer.
 #[derive(Debug, Clone, Copy)]
@@ -47,14 +23,14 @@ pub struct MaxAge {
     pub grace: Option<Duration>,
 }
 
-/// State that the driver of a connection shares with its service.
+/// Age of a connection, which its driver shares with its service.
 #[derive(Debug, Default)]
-pub(super) struct ConnectionState {
+pub(super) struct ConnectionAge {
     is_old: AtomicBool,
     is_http2: AtomicBool,
 }
 
-impl ConnectionState {
+impl ConnectionAge {
     /// Records the version of a request. Returns whether the connection must close after its
     /// response, because it is old.
     pub(super) fn closes_after(&self, version: Version) -> bool {
@@ -81,7 +57,7 @@ pub(super) async fn drive<C: Future>(
     start_drain: impl Fn(Pin<&mut C>),
     mut stop: watch::Receiver<bool>,
     max_age: Option<MaxAge>,
-    state: &ConnectionState,
+    state: &ConnectionAge,
     mut watch: impl FnMut(&mut Context<'_>) -> Verdict,
 ) {
     let mut connection = pin!(connection);
@@ -175,7 +151,7 @@ mod tests {
         version: Version,
     ) -> Duration {
         let start = Instant::now();
-        let state = ConnectionState::default();
+        let state = ConnectionAge::default();
         assert!(!state.closes_after(version), "the connection is not old yet");
         let busy = Busy { rest, ends: None };
         let watch = |_: &mut Context<'_>| Verdict::Continue;

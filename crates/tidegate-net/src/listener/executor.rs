@@ -13,7 +13,7 @@ use futures_util::stream::FuturesUnordered;
 use hyper::rt::Executor;
 use tokio::task::coop::cooperative;
 
-type Stream = Pin<Box<dyn Future<Output = ()> + Send>>;
+type StreamFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Executor that hyper hands the streams of one connection to.
 #[derive(Clone)]
@@ -21,14 +21,14 @@ pub(super) enum StreamExecutor {
     /// One task per stream.
     Spawn,
     /// All streams on the connection's task. Holds those that hyper added since the last poll.
-    Inline(Arc<Mutex<Vec<Stream>>>),
+    Inline(Arc<Mutex<Vec<StreamFuture>>>),
 }
 
 /// Connection that polls its own streams.
 pub(super) struct InlineConnection<C> {
     connection: Pin<Box<C>>,
     executor: StreamExecutor,
-    in_flight: FuturesUnordered<Stream>,
+    in_flight: FuturesUnordered<StreamFuture>,
 }
 
 impl StreamExecutor {
@@ -45,7 +45,7 @@ impl StreamExecutor {
         }
     }
 
-    fn take_new_streams(&self) -> Vec<Stream> {
+    fn take_new_streams(&self) -> Vec<StreamFuture> {
         match self {
             Self::Spawn => Vec::new(),
             Self::Inline(streams) => std::mem::take(&mut *lock(streams)),
@@ -53,7 +53,7 @@ impl StreamExecutor {
     }
 }
 
-fn lock(streams: &Mutex<Vec<Stream>>) -> MutexGuard<'_, Vec<Stream>> {
+fn lock(streams: &Mutex<Vec<StreamFuture>>) -> MutexGuard<'_, Vec<StreamFuture>> {
     streams.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

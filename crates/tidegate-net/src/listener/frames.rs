@@ -15,7 +15,7 @@ pub(super) const ACK: u8 = 1;
 /// Flag of HEADERS and CONTINUATION: the last frame of the header block.
 pub(super) const END_HEADERS: u8 = 4;
 
-pub(super) const HEAD_BYTES: usize = 9;
+const HEAD_BYTES: usize = 9;
 /// Size of one setting: its identifier and value.
 const SETTING_BYTES: usize = 6;
 const INCREMENT_BYTES: usize = 4;
@@ -30,7 +30,7 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    pub(super) fn parse([high, middle, low, kind, flags, stream @ ..]: [u8; HEAD_BYTES]) -> Self {
+    fn parse([high, middle, low, kind, flags, stream @ ..]: [u8; HEAD_BYTES]) -> Self {
         Self {
             kind,
             flags,
@@ -55,12 +55,47 @@ pub(super) enum Event {
 
 /// Position of one direction of a connection within its frames.
 #[derive(Debug, Default)]
-pub(super) struct FrameReader {
+pub(super) struct FramePosition {
     head: [u8; HEAD_BYTES],
     head_length: usize,
+    payload_left: usize,
+}
+
+/// Part of a frame.
+pub(super) enum FramePart {
+    /// Incomplete head.
+    Head,
+    /// End of the head of this frame.
+    Start(Frame),
+    Payload,
+}
+
+impl FramePosition {
+    /// Returns the length of the part that the next bytes start with. There is at least one byte.
+    pub(super) fn advance(&mut self, bytes: &[u8]) -> (usize, FramePart) {
+        if self.payload_left > 0 {
+            let length = bytes.len().min(self.payload_left);
+            self.payload_left -= length;
+            return (length, FramePart::Payload);
+        }
+        let length = bytes.len().min(HEAD_BYTES - self.head_length);
+        self.head[self.head_length..][..length].copy_from_slice(&bytes[..length]);
+        self.head_length += length;
+        if self.head_length < HEAD_BYTES {
+            return (length, FramePart::Head);
+        }
+        let frame = Frame::parse(self.head);
+        (self.head_length, self.payload_left) = (0, frame.length as usize);
+        (length, FramePart::Start(frame))
+    }
+}
+
+/// Reader of one direction of a connection.
+#[derive(Debug, Default)]
+pub(super) struct FrameReader {
+    position: FramePosition,
     /// Current frame, once its head is complete.
     frame: Frame,
-    payload_left: usize,
     /// Incomplete setting or increment.
     item: [u8; SETTING_BYTES],
     item_length: usize,
@@ -71,39 +106,31 @@ impl FrameReader {
     /// Reads the next bytes.
     pub(super) fn read(&mut self, mut bytes: &[u8], mut on_event: impl FnMut(Event)) {
         while !bytes.is_empty() {
-            if self.head_length < HEAD_BYTES {
-                let length = bytes.len().min(HEAD_BYTES - self.head_length);
-                let (now, later) = bytes.split_at(length);
-                self.head[self.head_length..][..length].copy_from_slice(now);
-                self.head_length += length;
-                bytes = later;
-                if self.head_length == HEAD_BYTES {
-                    self.start_frame();
-                    on_event(Event::Head(self.frame));
+            let (length, part) = self.position.advance(bytes);
+            let (now, later) = bytes.split_at(length);
+            match part {
+                FramePart::Head => {}
+                FramePart::Start(frame) => {
+                    self.start_frame(frame);
+                    on_event(Event::Head(frame));
                 }
-            } else {
-                let (now, later) = bytes.split_at(bytes.len().min(self.payload_left));
-                self.payload_left -= now.len();
-                self.read_payload(now, &mut on_event);
-                bytes = later;
+                FramePart::Payload => self.read_payload(now, &mut on_event),
             }
-            if self.head_length == HEAD_BYTES && self.payload_left == 0 {
-                self.head_length = 0;
-            }
+            bytes = later;
         }
     }
 
     /// Returns whether another frame may be inserted here.
     pub(super) fn is_between_frames(&self) -> bool {
-        self.head_length == 0 && !self.is_in_header_block
+        let FramePosition { head_length, payload_left, .. } = self.position;
+        head_length == 0 && payload_left == 0 && !self.is_in_header_block
     }
 
-    fn start_frame(&mut self) {
-        self.frame = Frame::parse(self.head);
-        self.payload_left = self.frame.length as usize;
+    fn start_frame(&mut self, frame: Frame) {
+        self.frame = frame;
         self.item_length = 0;
-        if matches!(self.frame.kind, HEADERS | CONTINUATION) {
-            self.is_in_header_block = !self.frame.has(END_HEADERS);
+        if matches!(frame.kind, HEADERS | CONTINUATION) {
+            self.is_in_header_block = !frame.has(END_HEADERS);
         }
     }
 

@@ -12,7 +12,7 @@ const MAX_DIGITS: usize = 15;
 /// Framing state of one connection.
 #[derive(Debug, Default)]
 pub(super) struct Framing {
-    state: State,
+    state: FramingState,
     /// Incomplete line, up to the bytes received so far.
     line: Vec<u8>,
     head: Head,
@@ -21,7 +21,7 @@ pub(super) struct Framing {
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum FramingState {
     #[default]
     Head,
     Body(u64),
@@ -54,19 +54,24 @@ impl Framing {
         while at < bytes.len() {
             let rest = &bytes[at..];
             let next = match self.state {
-                State::Passthrough => return bytes.len(),
-                State::Rejected => return at,
-                State::Body(left) => Ok(skip(rest, left, State::Body, State::Head)),
-                State::ChunkData(left) => Ok(skip(rest, left, State::ChunkData, State::ChunkEnd)),
-                State::Head | State::ChunkSize | State::ChunkEnd | State::Trailers => {
-                    self.line(rest)
+                FramingState::Passthrough => return bytes.len(),
+                FramingState::Rejected => return at,
+                FramingState::Body(left) => {
+                    Ok(skip(rest, left, FramingState::Body, FramingState::Head))
                 }
+                FramingState::ChunkData(left) => {
+                    Ok(skip(rest, left, FramingState::ChunkData, FramingState::ChunkEnd))
+                }
+                FramingState::Head
+                | FramingState::ChunkSize
+                | FramingState::ChunkEnd
+                | FramingState::Trailers => self.line(rest),
             };
             match next {
                 Ok((length, state)) => (at, self.state) = (at + length, state),
                 Err(reason) => {
                     tracing::debug!(reason, "ambiguous request rejected");
-                    self.state = State::Rejected;
+                    self.state = FramingState::Rejected;
                 }
             }
         }
@@ -75,11 +80,14 @@ impl Framing {
 
     /// Returns whether the client is in the middle of sending a body.
     pub(super) fn is_in_body(&self) -> bool {
-        !matches!(self.state, State::Head | State::Passthrough | State::Rejected)
+        !matches!(
+            self.state,
+            FramingState::Head | FramingState::Passthrough | FramingState::Rejected
+        )
     }
 
     /// Consumes one line, or a part of it, and returns its length and the next state.
-    fn line(&mut self, bytes: &[u8]) -> Result<(usize, State), Reason> {
+    fn line(&mut self, bytes: &[u8]) -> Result<(usize, FramingState), Reason> {
         let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
             if self.line.len() + bytes.len() > MAX_LINE {
                 return Err("a line is too long");
@@ -99,11 +107,11 @@ impl Framing {
             return Err("a line contains a bare CR");
         }
         let state = match self.state {
-            State::ChunkSize => chunk_size(line)?,
-            State::ChunkEnd if line.is_empty() => State::ChunkSize,
-            State::ChunkEnd => return Err("a chunk is longer than its declared size"),
-            State::Trailers if line.is_empty() => State::Head,
-            State::Trailers => field(line).map(|_| State::Trailers)?,
+            FramingState::ChunkSize => chunk_size(line)?,
+            FramingState::ChunkEnd if line.is_empty() => FramingState::ChunkSize,
+            FramingState::ChunkEnd => return Err("a chunk is longer than its declared size"),
+            FramingState::Trailers if line.is_empty() => FramingState::Head,
+            FramingState::Trailers => field(line).map(|_| FramingState::Trailers)?,
             _ => self.head_line(line)?,
         };
         buffer.clear();
@@ -111,24 +119,24 @@ impl Framing {
         Ok((end + 1, state))
     }
 
-    fn head_line(&mut self, line: &[u8]) -> Result<State, Reason> {
+    fn head_line(&mut self, line: &[u8]) -> Result<FramingState, Reason> {
         let is_first = !std::mem::replace(&mut self.has_first_line, true);
         if !self.head.has_request_line {
             if is_first && line == b"PRI * HTTP/2.0" {
-                return Ok(State::Passthrough);
+                return Ok(FramingState::Passthrough);
             }
             // Empty lines before a request are ignored (RFC 9112, 2.2).
             self.head.has_request_line = !line.is_empty();
-            return Ok(State::Head);
+            return Ok(FramingState::Head);
         }
         if line.is_empty() {
             let head = std::mem::take(&mut self.head);
             return match (head.is_chunked, head.length) {
                 (true, Some(_)) => Err("Content-Length and Transfer-Encoding are both present"),
-                _ if head.is_upgrade => Ok(State::Passthrough),
-                (true, None) => Ok(State::ChunkSize),
-                (false, Some(length)) if length > 0 => Ok(State::Body(length)),
-                _ => Ok(State::Head),
+                _ if head.is_upgrade => Ok(FramingState::Passthrough),
+                (true, None) => Ok(FramingState::ChunkSize),
+                (false, Some(length)) if length > 0 => Ok(FramingState::Body(length)),
+                _ => Ok(FramingState::Head),
             };
         }
         let (name, value) = field(line)?;
@@ -147,12 +155,17 @@ impl Framing {
         } else if name.eq_ignore_ascii_case(b"upgrade") {
             self.head.is_upgrade = true;
         }
-        Ok(State::Head)
+        Ok(FramingState::Head)
     }
 }
 
 /// Skips the available bytes of a body with `left` bytes to come.
-fn skip(bytes: &[u8], left: u64, within: impl Fn(u64) -> State, next: State) -> (usize, State) {
+fn skip(
+    bytes: &[u8],
+    left: u64,
+    within: impl Fn(u64) -> FramingState,
+    next: FramingState,
+) -> (usize, FramingState) {
     let length = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
     let left = left - length as u64;
     (length, if left == 0 { next } else { within(left) })
@@ -172,11 +185,11 @@ fn field(line: &[u8]) -> Result<(&[u8], &[u8]), Reason> {
     Ok((name, value.trim_ascii()))
 }
 
-fn chunk_size(line: &[u8]) -> Result<State, Reason> {
+fn chunk_size(line: &[u8]) -> Result<FramingState, Reason> {
     let digits = line.split(|byte| *byte == b';').next().unwrap_or_default().trim_ascii_end();
     match number(digits, 16) {
-        Some(0) => Ok(State::Trailers),
-        Some(size) => Ok(State::ChunkData(size)),
+        Some(0) => Ok(FramingState::Trailers),
+        Some(size) => Ok(FramingState::ChunkData(size)),
         None => Err("the size of a chunk is not a number"),
     }
 }

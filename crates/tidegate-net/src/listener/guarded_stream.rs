@@ -11,18 +11,19 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Re
 use tokio::time::Sleep;
 
 use super::ListenerConfig;
+use super::authority::AuthorityFilter;
 use super::closed::CloseReason;
 use super::connection::Connection;
 use super::framing::Framing;
-use super::places::Place;
+use super::places::Accepted;
 
 /// First bytes of an HTTP/2 connection.
-pub(super) const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Bytes that hyper gets in place of rejected ones: a NUL anywhere in a head makes it respond with
 /// 400, and the empty line completes the head.
 const INVALID_HEAD: &[u8] = b"\0\r\n\r\n";
 /// Time and bytes that a client may go on sending after an early response. Closing the connection
-/// at once could discard the response.
+/// immediately could discard the response.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_LINGER_BYTES: u64 = 256 * 1024;
 
@@ -30,13 +31,14 @@ pub(super) struct GuardedStream<S: AsyncRead + AsyncWrite + Unpin + Send + 'stat
     /// `None` only during drop.
     stream: Option<S>,
     connection: Arc<Connection>,
+    /// For HTTP/2 on a Unix socket.
+    authority: Option<AuthorityFilter>,
     framing: Option<Framing>,
-    /// Rest of [`INVALID_HEAD`] to return from reads. Once set, the socket is no longer read.
-    rejection: Option<&'static [u8]>,
+    /// Whether the framing is ambiguous: the socket is no longer read.
+    is_rejected: bool,
     /// Number of preface bytes received, while the protocol version is unknown.
     preface_matched: Option<usize>,
-    is_http2: bool,
-    /// Frames to return from reads before those of the client.
+    /// Bytes to return from reads before those of the client: frames, or [`INVALID_HEAD`].
     inserted: Vec<u8>,
     /// Frames to write before those of hyper.
     outbox: Vec<u8>,
@@ -44,28 +46,23 @@ pub(super) struct GuardedStream<S: AsyncRead + AsyncWrite + Unpin + Send + 'stat
     /// Runs while the client does not read.
     write_timer: Option<Pin<Box<Sleep>>>,
     /// Held for the lifetime of the connection, also after an upgrade. `None` only during drop.
-    place: Option<Place>,
+    accepted: Option<Accepted>,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
-    pub(super) fn new(
-        stream: S,
-        place: Place,
-        connection: Arc<Connection>,
-        config: &ListenerConfig,
-    ) -> Self {
+    pub(super) fn new(stream: S, accepted: Accepted, config: &ListenerConfig) -> Self {
         Self {
             stream: Some(stream),
-            connection,
+            connection: Arc::clone(&accepted.connection),
+            authority: accepted.is_unix.then(AuthorityFilter::default),
             framing: config.reject_ambiguous.then(Framing::default),
-            rejection: None,
+            is_rejected: false,
             preface_matched: Some(0),
-            is_http2: false,
             inserted: Vec::new(),
             outbox: Vec::new(),
             write_timeout: config.write_timeout,
             write_timer: None,
-            place: Some(place),
+            accepted: Some(accepted),
         }
     }
 
@@ -74,10 +71,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
     }
 
     /// Checks received bytes and returns how many of them are accepted.
-    fn inspect(&mut self, mut bytes: &[u8]) -> usize {
+    fn inspect(&mut self, mut bytes: &mut [u8]) -> usize {
         let accepted = self.framing.as_mut().map_or(bytes.len(), |framing| framing.check(bytes));
         if accepted < bytes.len() {
-            self.rejection = Some(INVALID_HEAD);
+            self.is_rejected = true;
+            self.inserted.extend(INVALID_HEAD);
         }
         if let Some(matched) = self.preface_matched {
             let expected = &HTTP2_PREFACE[matched..];
@@ -86,24 +84,24 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
             let is_partial = is_match && length < expected.len();
             self.preface_matched = is_partial.then_some(matched + length);
             if is_match && !is_partial {
-                self.is_http2 = true;
                 self.connection.start_http2();
-                bytes = &bytes[length..];
+                bytes = &mut bytes[length..];
             }
         }
         if !bytes.is_empty() {
+            if let (Some(authority), true) = (&mut self.authority, self.connection.is_http2()) {
+                authority.filter(bytes);
+            }
             self.connection.receive(bytes);
         }
         accepted
     }
 
-    /// Copies the rest of the rejection into the buffer, if any.
-    fn put_rejection(&mut self, buffer: &mut ReadBuf<'_>) {
-        if let Some(left) = &mut self.rejection {
-            let (now, later) = left.split_at(left.len().min(buffer.remaining()));
-            buffer.put_slice(now);
-            *left = later;
-        }
+    /// Moves inserted bytes into the buffer, as far as it has room.
+    fn put_inserted(&mut self, buffer: &mut ReadBuf<'_>) {
+        let length = self.inserted.len().min(buffer.remaining());
+        buffer.put_slice(&self.inserted[..length]);
+        self.inserted.drain(..length);
     }
 
     /// Writes the frames to insert. Fails if the connection has to close; its last frame is written
@@ -154,22 +152,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncRead for GuardedSt
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.rejection.is_some() {
-            self.put_rejection(buffer);
-            return Poll::Ready(Ok(()));
+        if !self.is_rejected {
+            self.poll_inserted(cx)?;
         }
-        self.poll_inserted(cx)?;
-        if !self.inserted.is_empty() {
-            let length = self.inserted.len().min(buffer.remaining());
-            buffer.put_slice(&self.inserted[..length]);
-            self.inserted.drain(..length);
+        if self.is_rejected || !self.inserted.is_empty() {
+            self.put_inserted(buffer);
             return Poll::Ready(Ok(()));
         }
         let before = buffer.filled().len();
         ready!(self.stream()?.poll_read(cx, buffer))?;
-        let accepted = self.inspect(&buffer.filled()[before..]);
+        let accepted = self.inspect(&mut buffer.filled_mut()[before..]);
         buffer.set_filled(before + accepted);
-        self.put_rejection(buffer);
+        self.put_inserted(buffer);
         Poll::Ready(Ok(()))
     }
 }
@@ -182,7 +176,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for GuardedS
     ) -> Poll<io::Result<usize>> {
         ready!(self.poll_outbox(cx))?;
         let polled = self.stream()?.poll_write(cx, bytes);
-        if let (Poll::Ready(Ok(length)), true) = (&polled, self.is_http2) {
+        if let (Poll::Ready(Ok(length)), true) = (&polled, self.connection.is_http2()) {
             self.connection.send(std::iter::once(bytes), *length);
         }
         self.with_write_timeout(cx, polled)
@@ -195,7 +189,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for GuardedS
     ) -> Poll<io::Result<usize>> {
         ready!(self.poll_outbox(cx))?;
         let polled = self.stream()?.poll_write_vectored(cx, slices);
-        if let (Poll::Ready(Ok(length)), true) = (&polled, self.is_http2) {
+        if let (Poll::Ready(Ok(length)), true) = (&polled, self.connection.is_http2()) {
             self.connection.send(slices.iter().map(|slice| &**slice), *length);
         }
         self.with_write_timeout(cx, polled)
@@ -224,9 +218,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Drop for GuardedStream<
         if let (Some(stream), true, Ok(runtime)) =
             (self.stream.take(), is_sending, tokio::runtime::Handle::try_current())
         {
-            let place = self.place.take();
+            let accepted = self.accepted.take();
             runtime.spawn(async move {
-                let _place = place;
+                let _accepted = accepted;
                 linger(stream, b"").await;
             });
         }

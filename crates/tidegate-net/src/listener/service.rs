@@ -27,7 +27,7 @@ pin_project! {
     pub(super) struct RequestFuture<F> {
         #[pin]
         response: F,
-        // Connection whose turn the request waits for.
+        // Connection for whose next poll the request waits.
         waits_for: Option<Arc<Connection>>,
         guard: Option<RequestGuard>,
         // Whether the connection closes after the response.
@@ -54,12 +54,12 @@ where
 
     fn call(&self, request: hyper::Request<Incoming>) -> Self::Future {
         let is_http2 = request.version() == Version::HTTP_2;
-        let has_turns = !is_http2 || self.inline_streams;
+        let has_budget = !is_http2 || self.inline_streams;
         RequestFuture {
             // The frames show the requests of HTTP/2.
             guard: (!is_http2).then(|| RequestGuard::new(&self.connection)),
             closes: self.connection.age.closes_after(request.version()),
-            waits_for: has_turns.then(|| Arc::clone(&self.connection)),
+            waits_for: has_budget.then(|| Arc::clone(&self.connection)),
             response: self.service.call(request.map(|body| LingeringBody::new(body, is_http2))),
         }
     }
@@ -71,7 +71,7 @@ impl<B, E, F: Future<Output = Result<http::Response<B>, E>>> Future for RequestF
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
         if let Some(connection) = this.waits_for {
-            if !connection.takes_turn() {
+            if !connection.take_budget() {
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }

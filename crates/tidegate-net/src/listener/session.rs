@@ -18,10 +18,11 @@ use super::buffers::{BufferBudget, BufferShare, MIN_BUFFER};
 use super::closed::CloseReason;
 use super::connection::{Connection, Timeouts, Watcher};
 use super::guarded_stream::linger;
-use super::{Accepted, ListenerConfig, drain};
+use super::places::Accepted;
+use super::{ListenerConfig, drain};
 
-/// Commands that a connection may handle before it lets others run: some 50 µs.
-const MAX_COMMANDS_PER_TURN: u32 = 128;
+/// Commands that a connection may handle in one poll, before it lets others run: some 50 µs.
+const MAX_COMMANDS_PER_POLL: u32 = 128;
 
 /// Commands of one client, and its replies.
 pub trait Session: Send {
@@ -37,25 +38,25 @@ pub trait Session: Send {
         &mut self,
         input: &mut Input,
         replies: &mut Vec<u8>,
-        turn: &mut Turn,
+        commands: &mut CommandBudget,
     ) -> impl Future<Output = Step> + Send;
 }
 
-/// Turn of a connection, in which it handles a limited number of commands.
+/// Number of commands that a connection may still handle in this poll.
 #[derive(Debug)]
-pub struct Turn {
+pub struct CommandBudget {
     left: u32,
 }
 
-impl Default for Turn {
+impl Default for CommandBudget {
     fn default() -> Self {
-        Self { left: MAX_COMMANDS_PER_TURN }
+        Self { left: MAX_COMMANDS_PER_POLL }
     }
 }
 
-impl Turn {
+impl CommandBudget {
     /// Counts a command. Returns false if others have to run first.
-    pub fn takes_command(&mut self) -> bool {
+    pub fn take(&mut self) -> bool {
         let is_left = self.left > 0;
         self.left = self.left.saturating_sub(1);
         is_left
@@ -174,23 +175,23 @@ pub async fn serve_session<I>(
     stream: I,
     session: impl Session,
     budget: &Arc<BufferBudget>,
-    Accepted { place, connection }: Accepted,
+    accepted: Accepted,
     stop: watch::Receiver<bool>,
     config: &ListenerConfig,
 ) -> Option<CloseReason>
 where
     I: AsyncRead + AsyncWrite + Unpin + Send,
 {
-    let _place = place;
+    let connection = &accepted.connection;
     let timeouts = Timeouts { idle: config.idle_timeout, write: config.write_timeout };
-    let mut watcher = Watcher::new(Arc::clone(&connection), timeouts);
+    let mut watcher = Watcher::new(Arc::clone(connection), timeouts);
     // The time for a command starts with its first byte. Clients connect before they need it.
-    connection.start_commands();
-    connection.end_commands(None);
+    connection.start_request();
+    connection.end_request(None);
     let is_draining = AtomicBool::new(false);
     let mut closed = None;
     let served = async {
-        closed = run(stream, session, budget, &connection, &is_draining, config).await;
+        closed = run(stream, session, budget, connection, &is_draining, config).await;
     };
     let start_drain = |_: Pin<&mut _>| is_draining.store(true, Ordering::Relaxed);
     let watch = |cx: &mut Context<'_>| watcher.poll(cx);
@@ -209,7 +210,7 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin, S: Session>(
     let mut input = Input::new(session.max_input(), budget);
     let mut replies = Vec::new();
     let mut unread = BufferShare::new(budget);
-    let mut turn = Turn::default();
+    let mut commands = CommandBudget::default();
     loop {
         input.max = session.max_input();
         let read = poll_fn(|cx| match input.poll_read(cx, Pin::new(&mut stream)) {
@@ -226,14 +227,14 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin, S: Session>(
             }
             Ok(false) | Err(_) => return None,
         }
-        let mut incomplete_since = connection.start_commands();
+        let mut incomplete_since = connection.start_request();
         loop {
-            if turn.left == 0 {
+            if commands.left == 0 {
                 tokio::task::yield_now().await;
-                turn = Turn::default();
+                commands = CommandBudget::default();
             }
             let waiting = input.bytes().len();
-            let step = session.handle(&mut input, &mut replies, &mut turn).await;
+            let step = session.handle(&mut input, &mut replies, &mut commands).await;
             if input.bytes().is_empty() {
                 incomplete_since = None;
             } else if step == Step::Flush
@@ -244,11 +245,11 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin, S: Session>(
             }
             match step {
                 Step::Yield => {
-                    turn.left = 0;
+                    commands.left = 0;
                     continue;
                 }
                 // Others may have waited for a long pipeline.
-                Step::Flush => turn.left = 0,
+                Step::Flush => commands.left = 0,
                 Step::Read => {}
                 Step::Close => {
                     drop(input);
@@ -271,7 +272,7 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin, S: Session>(
                 break;
             }
         }
-        connection.end_commands(incomplete_since);
+        connection.end_request(incomplete_since);
     }
 }
 
@@ -302,11 +303,7 @@ async fn send(
         written += length;
     }
     unread.release();
-    let first = poll_fn(|cx| Poll::Ready(Pin::new(&mut *stream).poll_flush(cx))).await;
-    match first {
-        Poll::Ready(flushed) => flushed,
-        Poll::Pending => tokio::time::timeout(timeout, stream.flush()).await?,
-    }
+    tokio::time::timeout(timeout, stream.flush()).await?
 }
 
 #[cfg(test)]
@@ -316,7 +313,7 @@ mod tests {
 
     use tokio::io::{AsyncReadExt as _, DuplexStream, duplex};
 
-    use super::super::places::Places;
+    use super::super::places::ConnectionSlots;
     use super::*;
 
     /// Longest line, and size of the buffer for it.
@@ -336,10 +333,10 @@ mod tests {
             &mut self,
             input: &mut Input,
             replies: &mut Vec<u8>,
-            turn: &mut Turn,
+            commands: &mut CommandBudget,
         ) -> Step {
             while let Some(end) = input.bytes().iter().position(|byte| *byte == b'\n') {
-                if !turn.takes_command() {
+                if !commands.take() {
                     return Step::Yield;
                 }
                 let line = String::from_utf8_lossy(&input.bytes()[..end]);
@@ -375,10 +372,8 @@ mod tests {
         budget: &Arc<BufferBudget>,
         handled: &AtomicUsize,
     ) -> Option<CloseReason> {
-        let places = Places::new(1, 1, Arc::default());
-        let (place, connection) = places.take(None).expect("a place");
+        let accepted = ConnectionSlots::new(1, 1).take(None).expect("a slot");
         let (_stop, stopped) = watch::channel(false);
-        let accepted = Accepted { place, connection };
         serve_session(stream, Lines(handled), budget, accepted, stopped, &config()).await
     }
 
@@ -472,7 +467,7 @@ mod tests {
 
     /// The runtime has one thread, so the number of commands shows who had to wait.
     #[tokio::test]
-    async fn endless_pipelines_take_turns_with_others() {
+    async fn endless_pipelines_let_others_run() {
         let budget = BufferBudget::new(1 << 20);
         let handled = Arc::new(AtomicUsize::new(0));
         // The commands arrive by the thousand, or a few at a time.
@@ -485,7 +480,7 @@ mod tests {
             let before = handled.load(Ordering::Relaxed);
             assert_eq!(ask(&mut client, "1\n").await, "x\n");
             let meanwhile = handled.load(Ordering::Relaxed) - before;
-            let all = 4 * MAX_COMMANDS_PER_TURN as usize;
+            let all = 4 * MAX_COMMANDS_PER_POLL as usize;
             assert!((1..=2 * all).contains(&meanwhile), "{meanwhile} commands of others");
         }
     }

@@ -5,15 +5,11 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
 use anyhow::Context as _;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixSocket, UnixStream};
+use tokio_util::either::Either;
 
-use super::authority::AuthorityFilter;
-use super::proxy_header;
 use crate::ListenAddress;
 
 /// Length of the queue of connections to accept, of which the system may allow less. A client that
@@ -37,10 +33,7 @@ pub struct SocketFile {
 }
 
 /// Accepted connection.
-pub(super) enum Stream {
-    Tcp(TcpStream),
-    Unix(UnixStream, AuthorityFilter),
-}
+pub(super) type SocketStream = Either<TcpStream, UnixStream>;
 
 impl Socket {
     /// Binds an address. `mode` has the permissions of a Unix socket's file.
@@ -63,16 +56,16 @@ impl Socket {
     }
 
     /// Accepts a connection, with the address of its peer.
-    pub(super) async fn accept(&self) -> io::Result<(Stream, SocketAddr)> {
+    pub(super) async fn accept(&self) -> io::Result<(SocketStream, SocketAddr)> {
         match self {
             Self::Tcp(listener) => {
                 let (stream, address) = listener.accept().await?;
                 let _ = stream.set_nodelay(true);
-                Ok((Stream::Tcp(stream), address))
+                Ok((Either::Left(stream), address))
             }
             Self::Unix(listener, _) => {
                 let (stream, _) = listener.accept().await?;
-                Ok((Stream::Unix(stream, AuthorityFilter::default()), UNIX_PEER))
+                Ok((Either::Right(stream), UNIX_PEER))
             }
         }
     }
@@ -135,77 +128,6 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         if id(&self.path).is_ok_and(|id| id == self.id) {
             let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-impl Stream {
-    /// Reads the header of a balancer. The filter starts behind it.
-    pub(super) async fn read_proxy_header(&mut self) -> io::Result<Option<SocketAddr>> {
-        match self {
-            Self::Tcp(stream) => proxy_header::read(stream).await,
-            Self::Unix(stream, _) => proxy_header::read(stream).await,
-        }
-    }
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
-            Self::Unix(stream, authority) => {
-                let before = buffer.filled().len();
-                let read = Pin::new(stream).poll_read(cx, buffer);
-                authority.filter(&mut buffer.filled_mut()[before..]);
-                read
-            }
-        }
-    }
-}
-
-impl AsyncWrite for Stream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
-            Self::Unix(stream, _) => Pin::new(stream).poll_write(cx, bytes),
-        }
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
-            Self::Unix(stream, _) => Pin::new(stream).poll_write_vectored(cx, slices),
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        // Both sockets have a vectored write.
-        true
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
-            Self::Unix(stream, _) => Pin::new(stream).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
-            Self::Unix(stream, _) => Pin::new(stream).poll_shutdown(cx),
         }
     }
 }

@@ -223,7 +223,8 @@ fn packages_of_the_crates_contain_all_that_they_compile() {
                 let path = normalized(&source.parent().expect("a folder").join(path));
                 // Only tests read the documents of the repository.
                 if path.extension().is_some_and(|kind| kind == "md")
-                    || path.iter().any(|part| part == "tests") {
+                    || path.iter().any(|part| part == "tests")
+                {
                     continue;
                 }
                 assert!(files.contains(&path), "{} includes {}", source.display(), path.display());

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use prost_types::value::Kind;
-use prost_types::{ListValue, Struct, Value};
+use prost_types::{Struct, Value};
 
 use super::plan::DescriptorPlan;
 use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
@@ -17,13 +17,13 @@ pub(super) fn of_response(
     plans: &[DescriptorPlan<'_>],
     statuses: &[DescriptorStatus],
 ) -> Struct {
-    let descriptors = request.descriptors.iter().map(descriptor).collect();
-    let mut fields = BTreeMap::from([
-        ("domain".to_owned(), text(request.domain.clone())),
-        ("descriptors".to_owned(), list(descriptors)),
+    let descriptors: Vec<Value> = request.descriptors.iter().map(descriptor).collect();
+    let mut fields: BTreeMap<String, Value> = BTreeMap::from([
+        ("domain".to_owned(), request.domain.clone().into()),
+        ("descriptors".to_owned(), descriptors.into()),
     ]);
     if request.hits_addend != 0 {
-        fields.insert("hitsAddend".to_owned(), number(request.hits_addend.into()));
+        fields.insert("hitsAddend".to_owned(), request.hits_addend.into());
     }
     let mut metadata = BTreeMap::new();
     for (plan, status) in plans.iter().zip(statuses) {
@@ -35,15 +35,17 @@ pub(super) fn of_response(
         }
     }
     if !metadata.is_empty() {
-        fields.insert("metadata".to_owned(), structure(metadata));
+        fields.insert("metadata".to_owned(), metadata.into());
     }
     Struct { fields }
 }
 
 fn descriptor(descriptor: &RateLimitDescriptor) -> Value {
     let entries = descriptor.entries.iter();
-    let entries = entries.map(|entry| text(format!("{}={}", entry.key, entry.value))).collect();
-    let mut fields = BTreeMap::from([("entries".to_owned(), list(entries))]);
+    let entries: Vec<Value> =
+        entries.map(|entry| format!("{}={}", entry.key, entry.value).into()).collect();
+    let mut fields: BTreeMap<String, Value> =
+        BTreeMap::from([("entries".to_owned(), entries.into())]);
     if let Some(limit) = &descriptor.limit {
         // Protobuf's text format, which leaves out a number of 0.
         let unit = format!("unit:{}", limit.unit().as_str_name());
@@ -51,12 +53,13 @@ fn descriptor(descriptor: &RateLimitDescriptor) -> Value {
             0 => unit,
             requests => format!("requests_per_unit:{requests} {unit}"),
         };
-        fields.insert("limit".to_owned(), text(limit));
+        fields.insert("limit".to_owned(), limit.into());
     }
     if let Some(hits) = descriptor.hits_addend {
-        fields.insert("hitsAddend".to_owned(), number(hits));
+        #[expect(clippy::cast_precision_loss, reason = "numbers of protobuf's values are doubles")]
+        fields.insert("hitsAddend".to_owned(), (hits as f64).into());
     }
-    structure(fields)
+    fields.into()
 }
 
 /// Adds the fields that are missing, also inside of structures. Other fields stay as they are.
@@ -74,21 +77,4 @@ fn add_missing(fields: &mut BTreeMap<String, Value>, more: &BTreeMap<String, Val
             Some(_) => {}
         }
     }
-}
-
-fn text(text: String) -> Value {
-    Value { kind: Some(Kind::StringValue(text)) }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "numbers of protobuf's values are doubles")]
-fn number(number: u64) -> Value {
-    Value { kind: Some(Kind::NumberValue(number as f64)) }
-}
-
-fn list(values: Vec<Value>) -> Value {
-    Value { kind: Some(Kind::ListValue(ListValue { values })) }
-}
-
-fn structure(fields: BTreeMap<String, Value>) -> Value {
-    Value { kind: Some(Kind::StructValue(Struct { fields })) }
 }

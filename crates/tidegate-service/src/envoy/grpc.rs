@@ -82,24 +82,12 @@ pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
 }
 
 /// Reason why a call is not decided.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum CallError {
-    /// The call ends with this status.
-    Failed(Status),
-    /// The call is denied.
-    Rejected(Rejection),
-}
-
-impl From<Status> for CallError {
-    fn from(status: Status) -> Self {
-        Self::Failed(status)
-    }
-}
-
-impl From<Rejection> for CallError {
-    fn from(rejection: Rejection) -> Self {
-        Self::Rejected(rejection)
-    }
+    #[error("the call ends with a status: {0}")]
+    Failed(#[from] Status),
+    #[error("the call is denied: {0}")]
+    Rejected(#[from] Rejection),
 }
 
 /// Reader of the message of a call.

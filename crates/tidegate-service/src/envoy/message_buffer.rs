@@ -1,72 +1,65 @@
 //! Buffers of messages that arrive in several chunks, within a budget of memory.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::rejection::Rejection;
+use tidegate_net::listener::BufferBudget;
 
 /// Maximum number of buffered bytes of one connection: several messages of the maximum size.
 const MAX_CONNECTION_BYTES: usize = 20 * 1024 * 1024;
 /// Maximum number of buffered bytes of all connections.
 const MAX_TOTAL_BYTES: usize = 256 * 1024 * 1024;
 
-/// Bytes of a message that do not count, so that a usual message is decided while others use up the
+/// Bytes of a message that do not count, so that a small message is decided while others use up the
 /// budget. The number of streams bounds their sum to 4 MiB per connection.
 const UNCOUNTED_BYTES: usize = 16 * 1024;
 
-/// Bytes that messages of all connections hold.
-#[derive(Debug, Clone, Default)]
-pub(super) struct TotalBytes(Arc<AtomicUsize>);
-
-/// Bytes that the messages of one connection hold, which are part of the total.
-#[derive(Debug, Default)]
-pub(super) struct ConnectionBytes {
-    total: TotalBytes,
-    own: AtomicUsize,
+/// Budget of the messages of one connection, which is part of that of all connections.
+#[derive(Debug)]
+pub(super) struct ConnectionBudget {
+    total: Arc<BufferBudget>,
+    own: Arc<BufferBudget>,
 }
 
 /// Bytes of one message. They count until the buffer is dropped, which is after the decision: the
 /// decoded message is as large as its bytes.
 #[derive(Debug)]
 pub(super) struct MessageBuffer<'a> {
-    connection: &'a ConnectionBytes,
+    connection: &'a ConnectionBudget,
     pub(super) bytes: Vec<u8>,
     reserved: usize,
 }
 
-impl TotalBytes {
-    pub(super) fn connection(&self) -> ConnectionBytes {
-        ConnectionBytes { total: self.clone(), own: AtomicUsize::new(0) }
-    }
+/// Returns the budget of all connections.
+pub(super) fn total_budget() -> Arc<BufferBudget> {
+    BufferBudget::new(MAX_TOTAL_BYTES)
 }
 
-impl ConnectionBytes {
+impl ConnectionBudget {
+    pub(super) fn new(total: &Arc<BufferBudget>) -> Self {
+        Self { total: Arc::clone(total), own: BufferBudget::new(MAX_CONNECTION_BYTES) }
+    }
+
     pub(super) fn buffer(&self) -> MessageBuffer<'_> {
         MessageBuffer { connection: self, bytes: Vec::new(), reserved: 0 }
     }
 
     fn reserve(&self, bytes: usize) -> Result<(), Rejection> {
-        let (max, scope) = (MAX_CONNECTION_BYTES, "connection");
-        try_add(&self.own, bytes, max)
-            .then_some(())
-            .ok_or(Rejection::BufferedBytes { max, scope })?;
-        if try_add(&self.total.0, bytes, MAX_TOTAL_BYTES) {
-            return Ok(());
+        if !self.own.take(bytes) {
+            let (max, scope) = (MAX_CONNECTION_BYTES, "connection");
+            return Err(Rejection::BufferedBytes { max, scope });
         }
-        self.own.fetch_sub(bytes, Ordering::Relaxed);
-        Err(Rejection::BufferedBytes { max: MAX_TOTAL_BYTES, scope: "listener" })
+        if !self.total.take(bytes) {
+            self.own.release(bytes);
+            return Err(Rejection::BufferedBytes { max: MAX_TOTAL_BYTES, scope: "listener" });
+        }
+        Ok(())
     }
 
     fn release(&self, bytes: usize) {
-        self.own.fetch_sub(bytes, Ordering::Relaxed);
-        self.total.0.fetch_sub(bytes, Ordering::Relaxed);
+        self.own.release(bytes);
+        self.total.release(bytes);
     }
-}
-
-/// Adds to a counter unless the sum exceeds the maximum.
-fn try_add(counter: &AtomicUsize, bytes: usize, max: usize) -> bool {
-    let add = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= max);
-    counter.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
 }
 
 impl MessageBuffer<'_> {
@@ -97,10 +90,10 @@ mod tests {
 
     #[test]
     fn buffers_share_the_budgets_of_connection_and_listener() {
-        let total = TotalBytes::default();
+        let total = total_budget();
         let chunk = vec![0; MAX_CONNECTION_BYTES / 4 + UNCOUNTED_BYTES];
         let one_too_many = &chunk[..=UNCOUNTED_BYTES];
-        let first = total.connection();
+        let first = ConnectionBudget::new(&total);
         let mut buffers: Vec<_> = (0..4).map(|_| first.buffer()).collect();
         for buffer in &mut buffers {
             buffer.extend(&chunk).expect("within the budget");
@@ -112,9 +105,10 @@ mod tests {
         drop(buffers);
         more.extend(b"x").expect("the bytes were released");
         drop(more);
-        assert_eq!(first.own.load(Ordering::Relaxed), 0);
+        assert!(first.own.take(MAX_CONNECTION_BYTES), "all bytes were released");
+        first.own.release(MAX_CONNECTION_BYTES);
 
-        let others: Vec<_> = (0..16).map(|_| total.connection()).collect();
+        let others: Vec<_> = (0..16).map(|_| ConnectionBudget::new(&total)).collect();
         for other in &others {
             other.reserve(MAX_TOTAL_BYTES / 16).expect("within the budget");
         }
@@ -122,6 +116,6 @@ mod tests {
         assert_eq!(first.buffer().extend(one_too_many), Err(over));
         others[0].release(1);
         first.buffer().extend(one_too_many).expect("one byte was released");
-        assert_eq!(total.0.load(Ordering::Relaxed), MAX_TOTAL_BYTES - 1);
+        assert!(total.take(1) && !total.take(1), "one byte is left");
     }
 }

@@ -8,7 +8,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use prost_types::Struct;
 use tidegate::PreparedCharge;
 use tidegate::{Action, Decision, Enforcement, Mode, OnStoreFailure, Policy, Source};
-use tonic::Status;
 
 use crate::state::ActiveConfig;
 use tidegate_api::duration;
@@ -16,9 +15,28 @@ use tidegate_api::envoy::extensions::common::ratelimit::v3::{
     RateLimitDescriptor, rate_limit_descriptor::RateLimitOverride,
 };
 use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
-use tidegate_api::envoy::r#type::v3::RateLimitUnit;
 use tidegate_config::EnvoyConfig;
 use tidegate_config::envoy::{self as rules, Limit, MatchedRule, Rule, Unit};
+
+/// Units by their number in the protocol, from 1. Requests and responses have enums of their own,
+/// with the same numbers, which never change.
+const UNITS: [(i32, Unit); 7] = [
+    (1, Unit::Second),
+    (2, Unit::Minute),
+    (3, Unit::Hour),
+    (4, Unit::Day),
+    (5, Unit::Month),
+    (6, Unit::Year),
+    (7, Unit::Week),
+];
+
+fn unit_of_number(number: i32) -> Option<Unit> {
+    UNITS.iter().find(|(known, _)| *known == number).map(|(_, unit)| *unit)
+}
+
+pub(super) fn unit_number(unit: Unit) -> i32 {
+    UNITS.iter().find(|(_, known)| *known == unit).map_or(0, |(number, _)| *number)
+}
 
 /// Limit of a descriptor.
 pub(super) enum DescriptorPlan<'a> {
@@ -93,7 +111,7 @@ impl Hits {
 pub(super) fn for_request<'a>(
     active: &'a ActiveConfig,
     request: &RateLimitRequest,
-) -> Result<(Vec<DescriptorPlan<'a>>, Vec<PreparedCharge<'a>>), Status> {
+) -> Result<(Vec<DescriptorPlan<'a>>, Vec<PreparedCharge<'a>>), String> {
     let found_rules: Vec<Option<MatchedRule<'_>>> = request
         .descriptors
         .iter()
@@ -175,29 +193,17 @@ fn by_override<'a>(
     limit_override: RateLimitOverride,
     hits: Hits,
     charges: &mut Vec<PreparedCharge<'a>>,
-) -> Result<DescriptorPlan<'a>, Status> {
-    let unit = match limit_override.unit() {
-        RateLimitUnit::Second => Unit::Second,
-        RateLimitUnit::Minute => Unit::Minute,
-        RateLimitUnit::Hour => Unit::Hour,
-        RateLimitUnit::Day => Unit::Day,
-        RateLimitUnit::Week => Unit::Week,
-        RateLimitUnit::Month => Unit::Month,
-        RateLimitUnit::Year => Unit::Year,
-        RateLimitUnit::Unknown => {
-            return Err(Status::invalid_argument("the limit of a descriptor has no unit"));
-        }
-    };
+) -> Result<DescriptorPlan<'a>, String> {
+    let unit =
+        unit_of_number(limit_override.unit).ok_or("the limit of a descriptor has no unit")?;
     let found = active.envoy.rules.find(domain, entries(descriptor));
     let shared = found.and_then(|matched| match &matched.rule.limit {
         Limit::Quota(_, quota) if quota.window() == unit.window() => Some((matched, quota)),
         _ => None,
     });
     let algorithm = shared.as_ref().map_or(active.envoy.algorithm, |(_, quota)| quota.algorithm());
-    let limit =
-        Limit::new(algorithm, limit_override.requests_per_unit, 1, unit).map_err(|error| {
-            Status::invalid_argument(format!("the limit of a descriptor is invalid: {error}"))
-        })?;
+    let limit = Limit::new(algorithm, limit_override.requests_per_unit, 1, unit)
+        .map_err(|error| format!("the limit of a descriptor is invalid: {error}"))?;
     let on_store_failure = shared.as_ref().map_or(active.envoy.on_store_failure, |(matched, _)| {
         active.envoy.on_store_failure_of(matched.rule)
     });
@@ -229,7 +235,7 @@ fn by_policies<'a>(
     descriptor: &RateLimitDescriptor,
     hits: Hits,
     charges: &mut Vec<PreparedCharge<'a>>,
-) -> Result<DescriptorPlan<'a>, Status> {
+) -> Result<DescriptorPlan<'a>, String> {
     let attributes: BTreeMap<String, String> = descriptor
         .entries
         .iter()
@@ -242,7 +248,7 @@ fn by_policies<'a>(
     let selection = active
         .limiter
         .select_where(&attributes, hits.cost.map(|cost| cost.max(1)), references_envoy)
-        .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        .map_err(|error| error.to_string())?;
     let counted = selection.charges.first().and_then(|charge| {
         let policy = active.limiter.policies().get(charge.policy())?;
         Some((policy, policy.quota_for(charge.key()?)))
@@ -272,4 +278,23 @@ fn by_policies<'a>(
         rejections.into_iter().map(|policy| hits.apply_to(rejected(policy), policy.mode().into())),
     );
     Ok(DescriptorPlan::Limited(plan))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::rate_limit;
+    use tidegate_api::envoy::r#type::v3::RateLimitUnit;
+
+    #[test]
+    fn units_have_the_same_numbers_in_requests_and_responses() {
+        for (number, unit) in UNITS {
+            let name = format!("{unit:?}").to_ascii_uppercase();
+            let requested = RateLimitUnit::try_from(number).expect("a unit");
+            let answered = rate_limit::Unit::try_from(number).expect("a unit");
+            assert_eq!((requested.as_str_name(), answered.as_str_name()), (&*name, &*name));
+            assert_eq!((unit_of_number(number), unit_number(unit)), (Some(unit), number));
+        }
+        assert_eq!([0, 8].map(unit_of_number), [None; 2]);
+    }
 }

@@ -92,19 +92,19 @@ fn for_each_part(
 /// [`RateLimitRequest`] whose texts may be any bytes. Envoy sends header values as they are, and
 /// those may be other than UTF-8.
 #[derive(prost::Message)]
-struct RawRequest {
+struct BytesRequest {
     #[prost(bytes = "bytes", tag = "1")]
     domain: Bytes,
     #[prost(message, repeated, tag = "2")]
-    descriptors: Vec<RawDescriptor>,
+    descriptors: Vec<BytesDescriptor>,
     #[prost(uint32, tag = "3")]
     hits_addend: u32,
 }
 
 #[derive(prost::Message)]
-struct RawDescriptor {
+struct BytesDescriptor {
     #[prost(message, repeated, tag = "1")]
-    entries: Vec<RawEntry>,
+    entries: Vec<BytesEntry>,
     #[prost(message, optional, tag = "2")]
     limit: Option<RateLimitOverride>,
     #[prost(message, optional, tag = "3")]
@@ -114,7 +114,7 @@ struct RawDescriptor {
 }
 
 #[derive(prost::Message)]
-struct RawEntry {
+struct BytesEntry {
     #[prost(bytes = "bytes", tag = "1")]
     key: Bytes,
     #[prost(bytes = "bytes", tag = "2")]
@@ -128,14 +128,14 @@ fn decode_with_any_bytes(message: &[u8]) -> Result<RateLimitRequest, prost::Deco
         Ok(text) => text.to_owned(),
         Err(_) => bytes.iter().copied().map(char::from).collect(),
     };
-    let entry = |entry: &RawEntry| Entry { key: text(&entry.key), value: text(&entry.value) };
-    let descriptor = |descriptor: RawDescriptor| RateLimitDescriptor {
+    let entry = |entry: &BytesEntry| Entry { key: text(&entry.key), value: text(&entry.value) };
+    let descriptor = |descriptor: BytesDescriptor| RateLimitDescriptor {
         entries: descriptor.entries.iter().map(entry).collect(),
         limit: descriptor.limit,
         hits_addend: descriptor.hits_addend,
         is_negative_hits: descriptor.is_negative_hits,
     };
-    let request = RawRequest::decode(message)?;
+    let request = BytesRequest::decode(message)?;
     Ok(RateLimitRequest {
         domain: text(&request.domain),
         descriptors: request.descriptors.into_iter().map(descriptor).collect(),

@@ -20,17 +20,6 @@ use super::otlp::OtlpClient;
 /// without a collector.
 pub const TRACE: &str = "tidegate::trace";
 
-/// Guard that flushes and shuts down the trace exporter on drop.
-pub(super) struct Traces(pub(super) Option<SdkTracerProvider>);
-
-impl Drop for Traces {
-    fn drop(&mut self) {
-        if let Some(provider) = &self.0 {
-            let _ = provider.shutdown();
-        }
-    }
-}
-
 /// Returns the trace provider, if tracing is enabled. Must be called inside the Tokio runtime.
 pub(super) fn provider() -> anyhow::Result<Option<SdkTracerProvider>> {
     if !is_enabled() {

@@ -161,12 +161,12 @@ fn warn(throttle: &LogThrottle, error: &io::Error, message: &str) {
 
 /// Open destination of the lines.
 struct Output {
-    target: Target,
+    target: OutputTarget,
     /// Whether a failed write has left an incomplete line.
     is_within_line: bool,
 }
 
-enum Target {
+enum OutputTarget {
     Stdout,
     Stderr,
     File { path: PathBuf, file: File },
@@ -175,9 +175,11 @@ enum Target {
 impl Output {
     fn open(destination: &LogDestination) -> io::Result<Self> {
         let target = match destination {
-            LogDestination::Stdout => Target::Stdout,
-            LogDestination::Stderr => Target::Stderr,
-            LogDestination::File(path) => Target::File { file: open(path)?, path: path.clone() },
+            LogDestination::Stdout => OutputTarget::Stdout,
+            LogDestination::Stderr => OutputTarget::Stderr,
+            LogDestination::File(path) => {
+                OutputTarget::File { file: open(path)?, path: path.clone() }
+            }
         };
         Ok(Self { target, is_within_line: false })
     }
@@ -185,7 +187,7 @@ impl Output {
     /// Opens the file again if it is no longer the one at its path, or on request. Keeps the open
     /// file if that fails.
     fn follow_rotation(&mut self, reopen: bool) {
-        let Target::File { path, file } = &mut self.target else { return };
+        let OutputTarget::File { path, file } = &mut self.target else { return };
         let is_same = |at_path: std::fs::Metadata| {
             file.metadata()
                 .is_ok_and(|open| (open.dev(), open.ino()) == (at_path.dev(), at_path.ino()))
@@ -206,15 +208,12 @@ impl Output {
     }
 
     fn write(&mut self, lines: &[u8]) -> io::Result<()> {
-        match &mut self.target {
-            Target::Stdout => {
-                write_lines(&mut io::stdout().lock(), lines, &mut self.is_within_line)
-            }
-            Target::Stderr => {
-                write_lines(&mut io::stderr().lock(), lines, &mut self.is_within_line)
-            }
-            Target::File { file, .. } => write_lines(file, lines, &mut self.is_within_line),
-        }
+        let output: &mut dyn Write = match &mut self.target {
+            OutputTarget::Stdout => &mut io::stdout().lock(),
+            OutputTarget::Stderr => &mut io::stderr().lock(),
+            OutputTarget::File { file, .. } => file,
+        };
+        write_lines(output, lines, &mut self.is_within_line)
     }
 }
 
@@ -224,7 +223,7 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// Writes whole lines. After a write that failed midway, the next one starts on a new line.
 fn write_lines(
-    output: &mut impl Write,
+    output: &mut dyn Write,
     mut lines: &[u8],
     is_within_line: &mut bool,
 ) -> io::Result<()> {

@@ -68,19 +68,6 @@ impl<const N: usize> Counters<N> {
     #[inline]
     pub fn add(&self, index: usize, count: u64) {
         let stripe = stripe();
-        self.add_in(stripe, index, count);
-    }
-
-    /// Adds to two numbers.
-    #[inline]
-    pub fn add_both(&self, first: (usize, u64), second: (usize, u64)) {
-        let stripe = stripe();
-        self.add_in(stripe, first.0, first.1);
-        self.add_in(stripe, second.0, second.1);
-    }
-
-    #[inline]
-    fn add_in(&self, stripe: usize, index: usize, count: u64) {
         let counter = &self.stripes[stripe].0[index];
         if stripe + 1 < self.stripes.len() {
             // This thread is the only one that writes it.
@@ -116,8 +103,7 @@ mod tests {
                     scope.spawn(|| {
                         for _ in 0..1_000 {
                             counters.add(0, 1);
-                            counters.add(1, 1);
-                            counters.add_both((0, 0), (1, 2));
+                            counters.add(1, 3);
                         }
                     });
                 }

@@ -21,8 +21,8 @@ pub struct Histogram {
 const MAX_BUCKETS: usize = 23;
 const NANOS: usize = MAX_BUCKETS;
 
-/// Buckets for decisions, from 10 µs to 1 s.
-const DECISION_BOUNDS: &[Bound] = &[
+/// Bounds of all histograms.
+const BOUNDS: &[Bound] = &[
     (10, "1e-05"),
     (25, "2.5e-05"),
     (50, "5e-05"),
@@ -39,36 +39,25 @@ const DECISION_BOUNDS: &[Bound] = &[
     (250_000, "0.25"),
     (500_000, "0.5"),
     (1_000_000, "1"),
-];
-
-/// Buckets for requests to an application, from 1 ms to 60 s.
-const REQUEST_BOUNDS: &[Bound] = &[
-    (1_000, "0.001"),
-    (2_500, "0.0025"),
-    (5_000, "0.005"),
-    (10_000, "0.01"),
-    (25_000, "0.025"),
-    (50_000, "0.05"),
-    (100_000, "0.1"),
-    (250_000, "0.25"),
-    (500_000, "0.5"),
-    (1_000_000, "1"),
     (2_500_000, "2.5"),
     (5_000_000, "5"),
     (10_000_000, "10"),
     (30_000_000, "30"),
     (60_000_000, "60"),
 ];
+const DECISION_BUCKETS: usize = 16;
+
+/// Histogram for decisions, with buckets from 10 µs to 1 s.
+impl Default for Histogram {
+    fn default() -> Self {
+        Self::new(&BOUNDS[..DECISION_BUCKETS])
+    }
+}
 
 impl Histogram {
-    /// Creates a histogram for decisions, with buckets from 10 µs to 1 s.
-    pub fn of_decisions() -> Self {
-        Self::new(DECISION_BOUNDS)
-    }
-
     /// Creates a histogram for requests to an application, with buckets from 1 ms to 60 s.
     pub fn of_requests() -> Self {
-        Self::new(REQUEST_BOUNDS)
+        Self::new(&BOUNDS[6..])
     }
 
     fn new(bounds: &'static [Bound]) -> Self {
@@ -77,12 +66,8 @@ impl Histogram {
 
     pub fn observe(&self, duration: Duration) {
         let micros = duration::micros_rounded_up(duration);
-        let bucket = match self.bounds {
-            // Nearly every decision in memory.
-            [(lowest, _), ..] if micros <= *lowest => 0,
-            bounds => bounds.partition_point(|(bound, _)| *bound < micros),
-        };
-        self.counters.add_both((bucket, 1), (NANOS, duration::nanos(duration)));
+        self.counters.add(self.bounds.partition_point(|(bound, _)| *bound < micros), 1);
+        self.counters.add(NANOS, duration::nanos(duration));
     }
 
     /// Returns the number of durations in each bucket; the last one has no upper bound.
@@ -92,7 +77,7 @@ impl Histogram {
 
     /// Returns the number of durations.
     pub fn total(&self) -> u64 {
-        (0..=self.bounds.len()).map(|bucket| self.counters.total(bucket)).sum()
+        self.counts().iter().sum()
     }
 
     /// Writes a metric without labels.
@@ -139,7 +124,7 @@ pub fn write_buckets(
 /// Upper bounds of the buckets for decisions, in milliseconds.
 pub fn decision_bounds_ms() -> Vec<f64> {
     let millis = |micros: u64| Duration::from_micros(micros).as_secs_f64() * 1_000.0;
-    DECISION_BOUNDS.iter().map(|(bound, _)| millis(*bound)).collect()
+    BOUNDS[..DECISION_BUCKETS].iter().map(|(bound, _)| millis(*bound)).collect()
 }
 
 /// Returns a quantile of the values in these buckets, interpolated within its bucket as
@@ -170,7 +155,7 @@ mod tests {
 
     #[test]
     fn buckets_are_cumulative_and_include_their_bound() {
-        let histogram = Histogram::of_decisions();
+        let histogram = Histogram::default();
         for micros in [1, 10, 11, 1_000_000, 1_000_001] {
             histogram.observe(Duration::from_micros(micros));
         }
@@ -198,7 +183,7 @@ mod tests {
 
     #[test]
     fn sum_of_histograms_is_one_series() {
-        let parts = [Histogram::of_decisions(), Histogram::of_decisions()];
+        let parts = [Histogram::default(), Histogram::default()];
         parts[0].observe(Duration::from_micros(5));
         parts[1].observe(Duration::from_secs(2));
         let mut text = String::new();

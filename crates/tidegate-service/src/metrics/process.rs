@@ -1,9 +1,7 @@
 //! Metrics of the process, with the names that all Prometheus client libraries use. They are read
 //! from `/proc`, and absent where it does not exist.
 
-use std::fmt::Write as _;
-
-use super::head;
+use super::write_numbers;
 
 /// Values of `/proc/self/stat` (see `proc_pid_stat(5)`).
 #[derive(Debug, PartialEq, Eq)]
@@ -42,61 +40,44 @@ fn seconds(ticks: u64) -> f64 {
 /// Appends the metrics. Reads files, one entry per open file descriptor, so it may take
 /// milliseconds.
 #[cfg(target_os = "linux")]
+#[expect(clippy::cast_precision_loss, reason = "the metrics are floats")]
 pub fn write(text: &mut String) {
     use rustix::process::{Resource, getrlimit};
     let read = |file: &str| std::fs::read_to_string(file).ok();
     if let Some(stat) = read("/proc/self/stat").and_then(|text| Stat::parse(&text)) {
-        counter(
-            text,
-            "process_cpu_seconds_total",
-            "Total user and system CPU time spent in seconds.",
-            seconds(stat.cpu_ticks),
-        );
-        gauge(text, "process_threads", "Number of OS threads in the process.", stat.threads);
-        gauge(
-            text,
-            "process_virtual_memory_bytes",
-            "Virtual memory size in bytes.",
-            stat.virtual_bytes,
-        );
-        gauge(
-            text,
-            "process_resident_memory_bytes",
-            "Resident memory size in bytes.",
-            stat.resident_pages * rustix::param::page_size() as u64,
-        );
+        #[rustfmt::skip]
+        let numbers = [
+            ("process_cpu_seconds_total", "counter",
+                "Total user and system CPU time spent in seconds.", seconds(stat.cpu_ticks)),
+            ("process_threads", "gauge",
+                "Number of OS threads in the process.", stat.threads as f64),
+            ("process_virtual_memory_bytes", "gauge",
+                "Virtual memory size in bytes.", stat.virtual_bytes as f64),
+            ("process_resident_memory_bytes", "gauge",
+                "Resident memory size in bytes.",
+                (stat.resident_pages * rustix::param::page_size() as u64) as f64),
+        ];
+        write_numbers(text, &numbers);
         if let Some(boot) = read("/proc/stat").and_then(|text| boot_time(&text)) {
-            #[allow(clippy::cast_precision_loss, reason = "the metrics are floats")]
-            gauge(
-                text,
-                "process_start_time_seconds",
-                "Start time of the process since unix epoch in seconds.",
-                boot as f64 + seconds(stat.start_ticks),
-            );
+            let help = "Start time of the process since unix epoch in seconds.";
+            let start = boot as f64 + seconds(stat.start_ticks);
+            write_numbers(text, &[("process_start_time_seconds", "gauge", help, start)]);
         }
     }
     if let Ok(files) = std::fs::read_dir("/proc/self/fd") {
         // Reading the directory opened one more.
         let count = files.count().saturating_sub(1);
-        gauge(text, "process_open_fds", "Number of open file descriptors.", count);
+        let help = "Number of open file descriptors.";
+        write_numbers(text, &[("process_open_fds", "gauge", help, count)]);
     }
     if let Some(limit) = getrlimit(Resource::Nofile).current {
-        gauge(text, "process_max_fds", "Maximum number of open file descriptors.", limit);
+        let help = "Maximum number of open file descriptors.";
+        write_numbers(text, &[("process_max_fds", "gauge", help, limit)]);
     }
 }
 
 #[cfg(not(target_os = "linux"))]
 pub fn write(_: &mut String) {}
-
-fn counter(text: &mut String, name: &str, help: &str, value: f64) {
-    head(text, name, "counter", help);
-    let _ = writeln!(text, "{name} {value}");
-}
-
-fn gauge(text: &mut String, name: &str, help: &str, value: impl std::fmt::Display) {
-    head(text, name, "gauge", help);
-    let _ = writeln!(text, "{name} {value}");
-}
 
 /// Returns the time of the boot, in seconds since the Unix epoch, from `/proc/stat`.
 fn boot_time(text: &str) -> Option<u64> {

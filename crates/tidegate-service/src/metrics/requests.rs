@@ -1,4 +1,4 @@
-//! [`Requests`]: requests by outcome, with the durations of their decisions.
+//! [`RequestMetrics`]: requests by outcome, with the durations of their decisions.
 //!
 //! A request that several policies judge is one request. The number of requests is that of the
 //! durations, so that counting by outcome costs no further write per request.
@@ -25,23 +25,14 @@ impl RequestOutcome {
 /// Names of the outcomes in metrics; the last one is that of requests that were not decided.
 const OUTCOMES: [&str; 4] = ["allowed", "denied", "shadow_denied", "error"];
 
-#[derive(Debug)]
-pub struct Requests {
+#[derive(Debug, Default)]
+pub struct RequestMetrics {
     /// Durations by outcome.
     seconds: [Histogram; 3],
     errors: Counters<1>,
 }
 
-impl Default for Requests {
-    fn default() -> Self {
-        Self {
-            seconds: std::array::from_fn(|_| Histogram::of_decisions()),
-            errors: Counters::default(),
-        }
-    }
-}
-
-impl Requests {
+impl RequestMetrics {
     pub fn count(&self, outcome: RequestOutcome, duration: Duration) {
         self.seconds[outcome as usize].observe(duration);
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::RuntimeMetrics;
 
-use super::head;
+use super::write_numbers;
 use tidegate_net::LogThrottle;
 
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
@@ -24,13 +24,13 @@ static LONGEST: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
 /// State of a worker at the last sample that differed.
 #[derive(Debug, Clone, Copy)]
-struct Sample {
+struct WorkerSample {
     parks: u64,
     busy: Duration,
     at: Instant,
 }
 
-impl Sample {
+impl WorkerSample {
     fn of(metrics: &RuntimeMetrics, worker: usize, at: Instant) -> Self {
         let parks = metrics.worker_park_unpark_count(worker);
         Self { parks, busy: metrics.worker_total_busy_duration(worker), at }
@@ -56,8 +56,9 @@ pub fn start(metrics: RuntimeMetrics) -> std::io::Result<()> {
 
 fn sample(metrics: &RuntimeMetrics) {
     let mut rotated = Instant::now();
-    let mut workers: Vec<Sample> =
-        (0..metrics.num_workers()).map(|worker| Sample::of(metrics, worker, rotated)).collect();
+    let mut workers: Vec<WorkerSample> = (0..metrics.num_workers())
+        .map(|worker| WorkerSample::of(metrics, worker, rotated))
+        .collect();
     let throttle = LogThrottle::new();
     loop {
         std::thread::sleep(SAMPLE_INTERVAL);
@@ -67,7 +68,7 @@ fn sample(metrics: &RuntimeMetrics) {
             LONGEST[1].store(LONGEST[0].swap(0, Ordering::Relaxed), Ordering::Relaxed);
         }
         for (worker, last) in workers.iter_mut().enumerate() {
-            let stall = last.update(Sample::of(metrics, worker, now));
+            let stall = last.update(WorkerSample::of(metrics, worker, now));
             let millis = u64::try_from(stall.as_millis()).unwrap_or(u64::MAX);
             LONGEST[0].fetch_max(millis, Ordering::Relaxed);
             if stall >= LOG_STALL_AFTER
@@ -85,17 +86,10 @@ fn sample(metrics: &RuntimeMetrics) {
 
 /// Appends the metric.
 pub(super) fn write(text: &mut String) {
-    use std::fmt::Write as _;
-    let name = "tidegate_longest_stall_seconds";
-    head(
-        text,
-        name,
-        "gauge",
-        "Longest time that a worker was blocked, in the last 1 to 2 minutes.",
-    );
+    let help = "Longest time that a worker was blocked, in the last 1 to 2 minutes.";
     let millis = LONGEST.iter().map(|longest| longest.load(Ordering::Relaxed)).max();
     let seconds = Duration::from_millis(millis.unwrap_or(0)).as_secs_f64();
-    let _ = writeln!(text, "{name} {seconds}");
+    write_numbers(text, &[("tidegate_longest_stall_seconds", "gauge", help, seconds)]);
 }
 
 #[cfg(test)]
@@ -105,7 +99,7 @@ mod tests {
     #[test]
     fn worker_that_runs_without_progress_is_stalled() {
         let start = Instant::now();
-        let sample = |parks: u64, busy: u64, millis: u64| Sample {
+        let sample = |parks: u64, busy: u64, millis: u64| WorkerSample {
             parks,
             busy: Duration::from_millis(busy),
             at: start + Duration::from_millis(millis),
@@ -133,9 +127,9 @@ mod tests {
         });
         starts.recv().expect("started");
         let start = Instant::now();
-        let mut last = Sample::of(&metrics, 0, start);
+        let mut last = WorkerSample::of(&metrics, 0, start);
         let later = start + Duration::from_secs(3);
-        assert_eq!(last.update(Sample::of(&metrics, 0, later)), Duration::from_secs(3));
+        assert_eq!(last.update(WorkerSample::of(&metrics, 0, later)), Duration::from_secs(3));
         release.send(()).expect("a receiver");
     }
 }

@@ -7,8 +7,8 @@ use tidegate::Action;
 
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError, Limits};
-use super::reply::{Protocol, Reply, Writer};
-use super::request::{self, QuotaCache, Request};
+use super::reply::{Reply, RespVersion, Writer};
+use super::request::{self, CommandQuery, QuotaCache};
 use super::transaction::{Queued, Transaction};
 use crate::auth::AuthListener;
 use crate::state::{ActiveConfig, Caller, ServerState};
@@ -38,7 +38,7 @@ pub(super) struct Client {
     peer: Peer,
     id: u64,
     name: String,
-    pub(super) protocol: Protocol,
+    pub(super) protocol: RespVersion,
     /// Token that the client has authenticated with.
     token: Option<Arc<Token>>,
     failed_auths: u32,
@@ -65,7 +65,7 @@ impl Client {
             peer,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             name: String::new(),
-            protocol: Protocol::default(),
+            protocol: RespVersion::default(),
             token: None,
             failed_auths: 0,
             is_remote,
@@ -149,7 +149,7 @@ impl Client {
         &mut self,
         active: &ActiveConfig,
         arguments: Arguments<'a, '_>,
-    ) -> Option<Result<Request<'a>, String>> {
+    ) -> Option<Result<CommandQuery<'a>, String>> {
         let command = Command::find(arguments.get(0)?)?;
         let action = request::action(command)?;
         if self.transaction.is_some() {
@@ -211,7 +211,7 @@ impl Client {
                 return Ok(Step::Close);
             }
             Command::ResetSession => {
-                self.protocol = Protocol::default();
+                self.protocol = RespVersion::default();
                 self.token = None;
                 self.transaction = None;
                 self.name.clear();
@@ -335,8 +335,8 @@ impl Client {
     ) -> Result<(), String> {
         let protocol = match arguments.get(1) {
             None => self.protocol,
-            Some(b"2") => Protocol::Resp2,
-            Some(b"3") => Protocol::Resp3,
+            Some(b"2") => RespVersion::Resp2,
+            Some(b"3") => RespVersion::Resp3,
             Some(_) => return Err("NOPROTO unsupported protocol version: send 2 or 3".to_owned()),
         };
         let mut index = 2;
@@ -368,18 +368,14 @@ impl Client {
         self.name = name.unwrap_or_else(|| std::mem::take(&mut self.name));
         writer.protocol = protocol;
         writer.map(7);
-        for (name, value) in [("server", "redis"), ("version", REDIS_VERSION)] {
-            writer.bulk(name);
-            writer.bulk(value);
-        }
+        writer.pair("server", "redis");
+        writer.pair("version", REDIS_VERSION);
         writer.bulk("proto");
         writer.integer(protocol.number());
         writer.bulk("id");
         writer.integer(i64::try_from(self.id).unwrap_or(i64::MAX));
-        for (name, value) in [("mode", "standalone"), ("role", "master")] {
-            writer.bulk(name);
-            writer.bulk(value);
-        }
+        writer.pair("mode", "standalone");
+        writer.pair("role", "master");
         writer.bulk("modules");
         writer.array(0);
         Ok(())
@@ -424,7 +420,7 @@ impl Client {
     }
 
     fn info(&self) -> String {
-        let counters = &self.state.metrics.resp;
+        let counters = self.counters();
         format!(
             "# Server\r\nredis_version:{REDIS_VERSION}\r\nredis_mode:standalone\r\n\
              server_name:tidegate\r\ntidegate_version:{}\r\nprocess_id:{}\r\n\
@@ -479,8 +475,7 @@ fn settings(arguments: Arguments<'_, '_>, writer: &mut Writer<'_>) -> Result<(),
     let found: Vec<_> = SETTINGS.iter().filter(|(name, _)| is_named(name)).collect();
     writer.map(found.len());
     for (name, value) in found {
-        writer.bulk(name);
-        writer.bulk(value);
+        writer.pair(name, value);
     }
     Ok(())
 }

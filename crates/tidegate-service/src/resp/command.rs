@@ -5,283 +5,92 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::reply::Writer;
 use crate::metrics::Counters;
 
-/// Command that is supported.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Command {
-    Acquire,
-    Peek,
-    Refund,
-    Report,
-    Reset,
-    CellThrottle,
-    CrabThrottle,
-    Auth,
-    Client,
-    Commands,
-    Config,
-    Discard,
-    Echo,
-    Exec,
-    Hello,
-    Info,
-    Multi,
-    Ping,
-    Quit,
-    Readonly,
-    Readwrite,
-    ResetSession,
-    Select,
-}
-
 /// Description of a command.
-struct Entry {
+struct CommandEntry {
     command: Command,
     name: &'static str,
-    /// Arguments, as errors and `COMMAND DOCS` show them.
-    arguments: &'static str,
-    summary: &'static str,
     /// Number of arguments with the name; negative for at least that many.
     arity: i64,
     /// Position of the key; 0 without one.
     key: i64,
+    /// Arguments, as errors and `COMMAND DOCS` show them.
+    arguments: &'static str,
+    summary: &'static str,
 }
 
-/// Longest name.
-const MAX_NAME: usize = 12;
+/// Declares the commands: the enum, and the table of its entries in the same order.
+macro_rules! commands {
+    ($($command:ident $name:literal arity $arity:literal key $key:literal
+        ($arguments:expr) $summary:literal;)*) => {
+        /// Command that is supported.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) enum Command {
+            $($command,)*
+        }
 
-const COMMANDS: [Entry; 23] = [
-    Entry {
-        command: Command::Acquire,
-        name: "TG.ACQUIRE",
-        arguments: "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
-                    [BURST b] [COST n] [WITHNAMES]",
-        summary: "Decides a request and, if it is allowed, charges its units.",
-        arity: -3,
-        key: 2,
-    },
-    Entry {
-        command: Command::Peek,
-        name: "TG.PEEK",
-        arguments: "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
-                    [BURST b] [COST n] [WITHNAMES]",
-        summary: "Returns the decision of TG.ACQUIRE without a charge.",
-        arity: -3,
-        key: 2,
-    },
-    Entry {
-        command: Command::Refund,
-        name: "TG.REFUND",
-        arguments: "policy key AGE ms [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
-                    AGE ms [BURST b] [COST n] [WITHNAMES]",
-        summary: "Returns the units of an earlier charge of this age.",
-        arity: -5,
-        key: 2,
-    },
-    Entry {
-        command: Command::Report,
-        name: "TG.REPORT",
-        arguments: "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
-                    [BURST b] [COST n] [WITHNAMES]",
-        summary: "Records units that were used already, even beyond the limit.",
-        arity: -3,
-        key: 2,
-    },
-    Entry {
-        command: Command::Reset,
-        name: "TG.RESET",
-        arguments: "policy key [WITHNAMES] | KEY key QUOTA algorithm limit window [BURST b] \
-                    [WITHNAMES]",
-        summary: "Deletes the count of a key.",
-        arity: -3,
-        key: 2,
-    },
-    Entry {
-        command: Command::CellThrottle,
-        name: "CL.THROTTLE",
-        arguments: "key max_burst count period [quantity]",
-        summary: "Limits a key as redis-cell does.",
-        arity: -5,
-        key: 1,
-    },
-    Entry {
-        command: Command::CrabThrottle,
-        name: "THROTTLE",
-        arguments: "key max_burst count period [quantity]",
-        summary: "Limits a key as throttlecrab does.",
-        arity: -5,
-        key: 1,
-    },
-    Entry {
-        command: Command::Auth,
-        name: "AUTH",
-        arguments: "[name] token",
-        summary: "Authenticates the connection.",
-        arity: -2,
-        key: 0,
-    },
-    Entry {
-        command: Command::Client,
-        name: "CLIENT",
-        arguments: "GETNAME | HELP | ID | INFO | SETINFO attribute value | SETNAME name | \
-                    TRACKING ON|OFF …",
-        summary: "Names the connection.",
-        arity: -2,
-        key: 0,
-    },
-    Entry {
-        command: Command::Commands,
-        name: "COMMAND",
-        arguments: "[COUNT | DOCS [name …] | INFO [name …] | LIST]",
-        summary: "Describes the commands.",
-        arity: -1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Config,
-        name: "CONFIG",
-        arguments: "GET name [name …]",
-        summary: "Returns the settings that clients ask for.",
-        arity: -2,
-        key: 0,
-    },
-    Entry {
-        command: Command::Discard,
-        name: "DISCARD",
-        arguments: "",
-        summary: "Forgets the commands after MULTI.",
-        arity: 1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Echo,
-        name: "ECHO",
-        arguments: "message",
-        summary: "Returns the message.",
-        arity: 2,
-        key: 0,
-    },
-    Entry {
-        command: Command::Exec,
-        name: "EXEC",
-        arguments: "",
-        summary: "Runs the commands after MULTI.",
-        arity: 1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Hello,
-        name: "HELLO",
-        arguments: "[2|3 [AUTH user token] [SETNAME name]]",
-        summary: "Chooses the version of the protocol.",
-        arity: -1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Info,
-        name: "INFO",
-        arguments: "[section …]",
-        summary: "Describes the server.",
-        arity: -1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Multi,
-        name: "MULTI",
-        arguments: "",
-        summary: "Starts to queue commands for EXEC.",
-        arity: 1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Ping,
-        name: "PING",
-        arguments: "[message]",
-        summary: "Returns PONG, or the message.",
-        arity: -1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Quit,
-        name: "QUIT",
-        arguments: "",
-        summary: "Closes the connection.",
-        arity: -1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Readonly,
-        name: "READONLY",
-        arguments: "",
-        summary: "Does nothing: there are no replicas.",
-        arity: 1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Readwrite,
-        name: "READWRITE",
-        arguments: "",
-        summary: "Does nothing: there are no replicas.",
-        arity: 1,
-        key: 0,
-    },
-    Entry {
-        command: Command::ResetSession,
-        name: "RESET",
-        arguments: "",
-        summary: "Resets the connection to its first state.",
-        arity: 1,
-        key: 0,
-    },
-    Entry {
-        command: Command::Select,
-        name: "SELECT",
-        arguments: "0",
-        summary: "Selects the only database.",
-        arity: 2,
-        key: 0,
-    },
-];
+        const COMMANDS: [CommandEntry; [$($name),*].len()] = [$(CommandEntry {
+            command: Command::$command,
+            name: $name,
+            arity: $arity,
+            key: $key,
+            arguments: $arguments,
+            summary: $summary,
+        },)*];
+    };
+}
+
+const DECIDE: &str = "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
+                      [BURST b] [COST n] [WITHNAMES]";
+const REFUND: &str = "policy key AGE ms [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit \
+                      window AGE ms [BURST b] [COST n] [WITHNAMES]";
+const RESET: &str = "policy key [WITHNAMES] | KEY key QUOTA algorithm limit window [BURST b] \
+                     [WITHNAMES]";
+const THROTTLE: &str = "key max_burst count period [quantity]";
+const CLIENT: &str = "GETNAME | HELP | ID | INFO | SETINFO attribute value | SETNAME name | \
+                      TRACKING ON|OFF …";
+
+commands! {
+    Acquire "TG.ACQUIRE" arity -3 key 2
+        (DECIDE) "Decides a request and, if it is allowed, charges its units.";
+    Peek "TG.PEEK" arity -3 key 2
+        (DECIDE) "Returns the decision of TG.ACQUIRE without a charge.";
+    Refund "TG.REFUND" arity -5 key 2
+        (REFUND) "Returns the units of an earlier charge of this age.";
+    Report "TG.REPORT" arity -3 key 2
+        (DECIDE) "Records units that were used already, even beyond the limit.";
+    Reset "TG.RESET" arity -3 key 2 (RESET) "Deletes the count of a key.";
+    CellThrottle "CL.THROTTLE" arity -5 key 1 (THROTTLE) "Limits a key as redis-cell does.";
+    CrabThrottle "THROTTLE" arity -5 key 1 (THROTTLE) "Limits a key as throttlecrab does.";
+    Auth "AUTH" arity -2 key 0 ("[name] token") "Authenticates the connection.";
+    Client "CLIENT" arity -2 key 0 (CLIENT) "Names the connection.";
+    Commands "COMMAND" arity -1 key 0
+        ("[COUNT | DOCS [name …] | INFO [name …] | LIST]") "Describes the commands.";
+    Config "CONFIG" arity -2 key 0
+        ("GET name [name …]") "Returns the settings that clients ask for.";
+    Discard "DISCARD" arity 1 key 0 ("") "Forgets the commands after MULTI.";
+    Echo "ECHO" arity 2 key 0 ("message") "Returns the message.";
+    Exec "EXEC" arity 1 key 0 ("") "Runs the commands after MULTI.";
+    Hello "HELLO" arity -1 key 0
+        ("[2|3 [AUTH user token] [SETNAME name]]") "Chooses the version of the protocol.";
+    Info "INFO" arity -1 key 0 ("[section …]") "Describes the server.";
+    Multi "MULTI" arity 1 key 0 ("") "Starts to queue commands for EXEC.";
+    Ping "PING" arity -1 key 0 ("[message]") "Returns PONG, or the message.";
+    Quit "QUIT" arity -1 key 0 ("") "Closes the connection.";
+    Readonly "READONLY" arity 1 key 0 ("") "Does nothing: there are no replicas.";
+    Readwrite "READWRITE" arity 1 key 0 ("") "Does nothing: there are no replicas.";
+    ResetSession "RESET" arity 1 key 0 ("") "Resets the connection to its first state.";
+    Select "SELECT" arity 2 key 0 ("0") "Selects the only database.";
+}
 
 impl Command {
-    /// Finds a command by its name, whose case does not matter.
+    /// Finds a command by its name, whose case does not matter. The most frequent one is the first.
     pub(super) fn find(name: &[u8]) -> Option<Self> {
-        // As nearly every client writes it.
-        if name == b"TG.ACQUIRE" {
-            return Some(Self::Acquire);
-        }
-        let mut buffer = [0; MAX_NAME];
-        let upper = buffer.get_mut(..name.len())?;
-        upper.copy_from_slice(name);
-        upper.make_ascii_uppercase();
-        Some(match &*upper {
-            b"TG.ACQUIRE" => Self::Acquire,
-            b"CL.THROTTLE" => Self::CellThrottle,
-            b"THROTTLE" => Self::CrabThrottle,
-            b"TG.PEEK" => Self::Peek,
-            b"TG.REFUND" => Self::Refund,
-            b"TG.REPORT" => Self::Report,
-            b"TG.RESET" => Self::Reset,
-            b"AUTH" => Self::Auth,
-            b"CLIENT" => Self::Client,
-            b"COMMAND" => Self::Commands,
-            b"CONFIG" => Self::Config,
-            b"DISCARD" => Self::Discard,
-            b"ECHO" => Self::Echo,
-            b"EXEC" => Self::Exec,
-            b"HELLO" => Self::Hello,
-            b"INFO" => Self::Info,
-            b"MULTI" => Self::Multi,
-            b"PING" => Self::Ping,
-            b"QUIT" => Self::Quit,
-            b"READONLY" => Self::Readonly,
-            b"READWRITE" => Self::Readwrite,
-            b"RESET" => Self::ResetSession,
-            b"SELECT" => Self::Select,
-            _ => return None,
-        })
+        let mut entries = COMMANDS.iter();
+        let found = entries.find(|entry| entry.name.as_bytes().eq_ignore_ascii_case(name));
+        found.map(|entry| entry.command)
     }
 
-    fn entry(self) -> &'static Entry {
+    fn entry(self) -> &'static CommandEntry {
         &COMMANDS[self as usize]
     }
 
@@ -293,7 +102,7 @@ impl Command {
 
     /// Returns the name with the arguments.
     pub(super) fn usage(self) -> String {
-        let Entry { name, arguments, .. } = self.entry();
+        let CommandEntry { name, arguments, .. } = self.entry();
         format!("{name} {arguments}").trim_end().to_owned()
     }
 
@@ -358,19 +167,26 @@ pub(super) fn write_names(writer: &mut Writer<'_>) {
     }
 }
 
+/// Returns the commands of these names, `None` for an unknown one; without names, all commands.
+fn named<'a>(names: impl Iterator<Item = &'a [u8]>) -> Vec<Option<Command>> {
+    let found: Vec<_> = names.map(Command::find).collect();
+    if found.is_empty() {
+        COMMANDS.iter().map(|entry| Some(entry.command)).collect()
+    } else {
+        found
+    }
+}
+
 /// Writes the reply of `COMMAND` or `COMMAND INFO name …`.
 pub(super) fn write_info<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item = &'a [u8]>) {
-    let mut shown: Vec<Option<Command>> = names.map(Command::find).collect();
-    if shown.is_empty() {
-        shown = COMMANDS.iter().map(|entry| Some(entry.command)).collect();
-    }
+    let shown = named(names);
     writer.array(shown.len());
     for command in shown {
         let Some(command) = command else {
             writer.null();
             continue;
         };
-        let Entry { name, arity, key, .. } = command.entry();
+        let CommandEntry { name, arity, key, .. } = command.entry();
         writer.array(10);
         writer.bulk(name.to_ascii_lowercase());
         writer.integer(*arity);
@@ -390,26 +206,15 @@ pub(super) fn write_info<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item 
 
 /// Writes the reply of `COMMAND DOCS [name …]`.
 pub(super) fn write_docs<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item = &'a [u8]>) {
-    let mut shown: Vec<Command> = Vec::new();
-    let mut is_filtered = false;
-    for name in names {
-        is_filtered = true;
-        shown.extend(Command::find(name));
-    }
-    if !is_filtered {
-        shown = COMMANDS.iter().map(|entry| entry.command).collect();
-    }
+    let shown: Vec<Command> = named(names).into_iter().flatten().collect();
     writer.map(shown.len());
     for command in shown {
-        let Entry { name, summary, key, .. } = command.entry();
+        let CommandEntry { name, summary, key, .. } = command.entry();
         writer.bulk(name.to_ascii_lowercase());
         writer.map(3);
-        writer.bulk("summary");
-        writer.bulk(format!("{summary} {}", command.usage()));
-        writer.bulk("since");
-        writer.bulk(env!("CARGO_PKG_VERSION"));
-        writer.bulk("group");
-        writer.bulk(if *key > 0 { "generic" } else { "connection" });
+        writer.pair("summary", format!("{summary} {}", command.usage()));
+        writer.pair("since", env!("CARGO_PKG_VERSION"));
+        writer.pair("group", if *key > 0 { "generic" } else { "connection" });
     }
 }
 
@@ -468,7 +273,6 @@ mod tests {
             assert_eq!(entry.command as usize, index, "{}", entry.name);
             assert_eq!(Command::find(entry.name.as_bytes()), Some(entry.command));
             assert_eq!(Command::find(entry.name.to_lowercase().as_bytes()), Some(entry.command));
-            assert!(entry.name.len() <= MAX_NAME);
         }
         assert_eq!(Command::find(b"GET"), None);
         assert_eq!(Command::find(b"A-VERY-LONG-NAME"), None);

@@ -7,8 +7,8 @@ use tidegate::{
     PolicyDecision, PolicyDecisions, Progress, Query, QueryError, Quota, Timestamp, Waiting,
 };
 
-use super::reply::{DecisionReply, Reply};
-use super::request::{Dialect, Request, Target};
+use super::reply::{Reply, decision_fields};
+use super::request::{CommandQuery, Dialect, LimitTarget};
 use crate::api::problem::unavailable;
 use crate::logs;
 use crate::observer::OWN_QUOTA;
@@ -25,7 +25,7 @@ pub(super) enum Started {
 }
 
 /// Starts to decide a request.
-pub(super) fn start(active: &ActiveConfig, request: &Request<'_>) -> Started {
+pub(super) fn start(active: &ActiveConfig, request: &CommandQuery<'_>) -> Started {
     Started::Decided(match active.limiter.start(request.action, query(active, request)) {
         Ok(Progress::Decided(decisions)) => decision_reply(active, request, &decisions),
         Ok(Progress::Waiting(waiting)) => return Started::Waiting(Box::new(waiting.into_owned())),
@@ -34,7 +34,10 @@ pub(super) fn start(active: &ActiveConfig, request: &Request<'_>) -> Started {
 }
 
 /// Decides a valid request.
-pub(super) async fn decide(active: &ActiveConfig, request: Result<Request<'_>, String>) -> Reply {
+pub(super) async fn decide(
+    active: &ActiveConfig,
+    request: Result<CommandQuery<'_>, String>,
+) -> Reply {
     match request {
         Ok(request) => finish(active, start(active, &request), request).await,
         Err(error) => Reply::Error(error),
@@ -42,7 +45,11 @@ pub(super) async fn decide(active: &ActiveConfig, request: Result<Request<'_>, S
 }
 
 /// Waits for the decision of a request.
-pub(super) async fn finish(active: &ActiveConfig, started: Started, request: Request<'_>) -> Reply {
+pub(super) async fn finish(
+    active: &ActiveConfig,
+    started: Started,
+    request: CommandQuery<'_>,
+) -> Reply {
     let waiting = match started {
         Started::Decided(reply) => return reply,
         Started::Waiting(waiting) => waiting,
@@ -55,14 +62,14 @@ pub(super) async fn finish(active: &ActiveConfig, started: Started, request: Req
     }
 }
 
-fn query<'a>(active: &ActiveConfig, request: &'a Request<'_>) -> Query<'a, 'a> {
-    let Request { action, key, cost, .. } = request;
+fn query<'a>(active: &ActiveConfig, request: &'a CommandQuery<'_>) -> Query<'a, 'a> {
+    let CommandQuery { action, key, cost, .. } = request;
     let query = match &request.target {
-        Target::Policy(policy) => Query::policy(policy, key).with_cost(*cost),
-        Target::Quota(quota) => {
+        LimitTarget::Policy(policy) => Query::policy(policy, key).with_cost(*cost),
+        LimitTarget::Quota(quota) => {
             Query::quota(key, quota).with_cost(*cost).with_metric_name(OWN_QUOTA)
         }
-        Target::Throttle(_, quota) => {
+        LimitTarget::Throttle(_, quota) => {
             let quantity = cost.filter(|quantity| *quantity <= quota.burst());
             let charge = PreparedCharge::new(THROTTLE_POLICY, *key, quota)
                 .with_metric_name(OWN_QUOTA)
@@ -80,19 +87,20 @@ fn query<'a>(active: &ActiveConfig, request: &'a Request<'_>) -> Query<'a, 'a> {
 
 fn decision_reply(
     active: &ActiveConfig,
-    request: &Request<'_>,
+    request: &CommandQuery<'_>,
     decisions: &PolicyDecisions<'_>,
 ) -> Reply {
     if let Some(caller) = &request.caller {
-        let policy = if let Target::Policy(policy) = request.target { policy } else { OWN_QUOTA };
+        let policy =
+            if let LimitTarget::Policy(policy) = request.target { policy } else { OWN_QUOTA };
         active.log_reset(caller, policy, request.key);
     }
     match &request.target {
-        Target::Throttle(dialect, quota) => {
+        LimitTarget::Throttle(dialect, quota) => {
             Reply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))
         }
-        _ if request.with_names => Reply::NamedDecision(DecisionReply::new(decisions)),
-        _ => Reply::Decision(DecisionReply::new(decisions)),
+        _ if request.with_names => Reply::NamedDecision(decision_fields(decisions)),
+        _ => Reply::Decision(decision_fields(decisions)),
     }
 }
 

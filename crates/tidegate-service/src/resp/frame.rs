@@ -236,8 +236,7 @@ impl Parser {
             let start = self.unquoted.len();
             loop {
                 rest = match rest {
-                    [b'"', quoted @ ..] => self.push_escaped(quoted)?,
-                    [b'\'', quoted @ ..] => self.push_quoted(quoted)?,
+                    [quote @ (b'"' | b'\''), quoted @ ..] => self.push_quoted(quoted, *quote)?,
                     [] => break,
                     [space, ..] if space.is_ascii_whitespace() => break,
                     [byte, rest @ ..] => {
@@ -252,31 +251,19 @@ impl Parser {
         Ok(())
     }
 
-    /// Adds the text up to the closing double quote, which must end a word. Returns the rest.
-    fn push_escaped<'a>(&mut self, mut rest: &'a [u8]) -> Result<&'a [u8], FrameError> {
+    /// Adds the text up to the closing quote, which must end a word. Returns the rest.
+    fn push_quoted<'a>(&mut self, mut rest: &'a [u8], quote: u8) -> Result<&'a [u8], FrameError> {
+        let has_escapes = quote == b'"';
         loop {
             let (byte, after) = match rest {
-                [b'"', after @ ..] => return end_of_quotes(after),
+                [byte, after @ ..] if *byte == quote => return end_of_quotes(after),
                 [b'\\', b'x', high, low, after @ ..]
-                    if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() =>
+                    if has_escapes && high.is_ascii_hexdigit() && low.is_ascii_hexdigit() =>
                 {
                     (hex(*high) << 4 | hex(*low), after)
                 }
-                [b'\\', escaped, after @ ..] => (unescaped(*escaped), after),
-                [byte, after @ ..] => (*byte, after),
-                [] => return Err(FrameError::Quotes),
-            };
-            self.unquoted.push(byte);
-            rest = after;
-        }
-    }
-
-    /// Adds the text up to the closing single quote, which must end a word. Returns the rest.
-    fn push_quoted<'a>(&mut self, mut rest: &'a [u8]) -> Result<&'a [u8], FrameError> {
-        loop {
-            let (byte, after) = match rest {
+                [b'\\', escaped, after @ ..] if has_escapes => (unescaped(*escaped), after),
                 [b'\\', b'\'', after @ ..] => (b'\'', after),
-                [b'\'', after @ ..] => return end_of_quotes(after),
                 [byte, after @ ..] => (*byte, after),
                 [] => return Err(FrameError::Quotes),
             };
@@ -329,20 +316,6 @@ enum Number {
 /// Parses a number and CRLF. Returns it with the position after it, or `None` if bytes are missing.
 #[inline]
 fn number(input: &[u8], start: usize) -> Result<Option<(Number, usize)>, ()> {
-    let digit = |byte: u8| usize::from(byte - b'0');
-    // Nearly every number has one or two digits.
-    match input.get(start..).and_then(<[u8]>::first_chunk) {
-        Some([one @ b'0'..=b'9', b'\r', b'\n', _]) => {
-            Ok(Some((Number::Size(digit(*one)), start + 3)))
-        }
-        Some([ten @ b'0'..=b'9', one @ b'0'..=b'9', b'\r', b'\n']) => {
-            Ok(Some((Number::Size(10 * digit(*ten) + digit(*one)), start + 4)))
-        }
-        _ => any_number(input, start),
-    }
-}
-
-fn any_number(input: &[u8], start: usize) -> Result<Option<(Number, usize)>, ()> {
     let rest = input.get(start..).unwrap_or_default();
     let mut size = 0;
     for (index, byte) in rest.iter().enumerate().take(MAX_DIGITS + 1) {

@@ -6,13 +6,13 @@ use tidegate_api::duration::millis_rounded_up;
 
 /// Version of the protocol, which a client chooses by `HELLO`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Protocol {
+pub(super) enum RespVersion {
     #[default]
     Resp2,
     Resp3,
 }
 
-impl Protocol {
+impl RespVersion {
     pub(super) fn number(self) -> i64 {
         match self {
             Self::Resp2 => 2,
@@ -26,54 +26,35 @@ impl Protocol {
 pub(super) enum Reply {
     /// Reply of the `TG.` commands: an array in both versions, because the client's library
     /// chooses the version.
-    Decision(DecisionReply),
+    Decision([u64; FIELDS]),
     /// The same with the names of its fields: a map, which is a flat array in RESP2.
-    NamedDecision(DecisionReply),
+    NamedDecision([u64; FIELDS]),
     /// Five numbers of `CL.THROTTLE` or `THROTTLE`, an array in both versions.
     Numbers([i64; 5]),
     /// Error with its code, such as `ERR`.
     Error(String),
 }
 
-/// Fields of a decision; durations in milliseconds, rounded up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct DecisionReply {
-    allowed: bool,
-    limit: u64,
-    remaining: u64,
-    retry_after_ms: u64,
-    reset_after_ms: u64,
-    delay_ms: u64,
-}
+/// Number of fields of a decision.
+const FIELDS: usize = 6;
+const FIELD_NAMES: [&str; FIELDS] =
+    ["allowed", "limit", "remaining", "retry_after_ms", "reset_after_ms", "delay_ms"];
 
-impl DecisionReply {
-    /// Returns the binding decision, as the HTTP API shows it.
-    pub(super) fn new(decisions: &PolicyDecisions<'_>) -> Self {
-        let binding = decisions.binding().map_or(Decision::allow(0, 0), PolicyDecision::decision);
-        let allowed = decisions.is_allowed();
-        // A policy in shadow mode may deny although the request passes.
-        let retry_after = if allowed { 0 } else { millis_rounded_up(binding.retry_after) };
-        Self {
-            allowed,
-            limit: binding.limit,
-            remaining: binding.remaining,
-            retry_after_ms: retry_after,
-            reset_after_ms: millis_rounded_up(binding.reset_after),
-            delay_ms: millis_rounded_up(binding.delay),
-        }
-    }
-
-    /// Returns the fields with their names, in the order of the reply.
-    fn fields(&self) -> [(&'static str, u64); 6] {
-        [
-            ("allowed", u64::from(self.allowed)),
-            ("limit", self.limit),
-            ("remaining", self.remaining),
-            ("retry_after_ms", self.retry_after_ms),
-            ("reset_after_ms", self.reset_after_ms),
-            ("delay_ms", self.delay_ms),
-        ]
-    }
+/// Returns the fields of the binding decision, as the HTTP API shows it; durations in milliseconds,
+/// rounded up.
+pub(super) fn decision_fields(decisions: &PolicyDecisions<'_>) -> [u64; FIELDS] {
+    let binding = decisions.binding().map_or(Decision::allow(0, 0), PolicyDecision::decision);
+    let allowed = decisions.is_allowed();
+    // A policy in shadow mode may deny although the request passes.
+    let retry_after_ms = if allowed { 0 } else { millis_rounded_up(binding.retry_after) };
+    [
+        u64::from(allowed),
+        binding.limit,
+        binding.remaining,
+        retry_after_ms,
+        millis_rounded_up(binding.reset_after),
+        millis_rounded_up(binding.delay),
+    ]
 }
 
 /// Maximum length of a decision without the names of its fields: six numbers of 20 digits.
@@ -82,14 +63,26 @@ const MAX_DECISION_BYTES: usize = 160;
 /// Writer of replies.
 pub(super) struct Writer<'a> {
     pub(super) bytes: &'a mut Vec<u8>,
-    pub(super) protocol: Protocol,
+    pub(super) protocol: RespVersion,
 }
 
 impl Writer<'_> {
     pub(super) fn reply(&mut self, reply: &Reply) {
         match reply {
-            Reply::Decision(decision) => self.decision(decision),
-            Reply::NamedDecision(decision) => self.named_decision(decision),
+            Reply::Decision(fields) => {
+                self.bytes.reserve(MAX_DECISION_BYTES);
+                self.array(fields.len());
+                for field in fields {
+                    self.line(b':', *field);
+                }
+            }
+            Reply::NamedDecision(fields) => {
+                self.map(fields.len());
+                for (name, field) in FIELD_NAMES.iter().zip(fields) {
+                    self.bulk(name);
+                    self.integer(i64::try_from(*field).unwrap_or(i64::MAX));
+                }
+            }
             Reply::Numbers(numbers) => {
                 self.array(numbers.len());
                 for number in numbers {
@@ -100,80 +93,53 @@ impl Writer<'_> {
         }
     }
 
-    fn decision(&mut self, decision: &DecisionReply) {
-        let [(_, allowed), rest @ ..] = decision.fields();
-        self.bytes.reserve(MAX_DECISION_BYTES);
-        self.bytes.extend_from_slice(b"*6\r\n:");
-        self.digits(allowed);
-        for (_, number) in rest {
-            self.bytes.extend_from_slice(b"\r\n:");
-            self.digits(number);
-        }
-        self.bytes.extend_from_slice(b"\r\n");
-    }
-
-    fn named_decision(&mut self, decision: &DecisionReply) {
-        let fields = decision.fields();
-        self.map(fields.len());
-        for (name, number) in fields {
-            self.bulk(name);
-            self.integer(i64::try_from(number).unwrap_or(i64::MAX));
-        }
-    }
-
-    #[inline]
-    fn digits(&mut self, number: u64) {
-        match u8::try_from(number) {
-            Ok(digit @ 0..=9) => self.bytes.push(b'0' + digit),
-            _ => self.bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes()),
-        }
-    }
-
     pub(super) fn integer(&mut self, number: i64) {
         self.line(b':', number);
     }
 
-    fn line(&mut self, kind: u8, number: i64) {
+    fn line(&mut self, kind: u8, number: impl itoa::Integer) {
         self.bytes.push(kind);
         self.bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
         self.bytes.extend_from_slice(b"\r\n");
     }
 
-    fn header(&mut self, kind: u8, length: usize) {
-        self.line(kind, i64::try_from(length).unwrap_or(i64::MAX));
-    }
-
     pub(super) fn array(&mut self, length: usize) {
-        self.header(b'*', length);
+        self.line(b'*', length);
     }
 
     /// Starts a map, which is an array in RESP2.
     pub(super) fn map(&mut self, length: usize) {
         match self.protocol {
-            Protocol::Resp2 => self.header(b'*', 2 * length),
-            Protocol::Resp3 => self.header(b'%', length),
+            RespVersion::Resp2 => self.line(b'*', 2 * length),
+            RespVersion::Resp3 => self.line(b'%', length),
         }
     }
 
     /// Starts a set, which is an array in RESP2.
     pub(super) fn set(&mut self, length: usize) {
         match self.protocol {
-            Protocol::Resp2 => self.header(b'*', length),
-            Protocol::Resp3 => self.header(b'~', length),
+            RespVersion::Resp2 => self.line(b'*', length),
+            RespVersion::Resp3 => self.line(b'~', length),
         }
     }
 
     pub(super) fn null(&mut self) {
         self.bytes.extend_from_slice(match self.protocol {
-            Protocol::Resp2 => b"$-1\r\n",
-            Protocol::Resp3 => b"_\r\n",
+            RespVersion::Resp2 => b"$-1\r\n",
+            RespVersion::Resp3 => b"_\r\n",
         });
     }
 
     pub(super) fn bulk(&mut self, text: impl AsRef<[u8]>) {
-        self.header(b'$', text.as_ref().len());
+        self.line(b'$', text.as_ref().len());
         self.bytes.extend_from_slice(text.as_ref());
         self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    /// Writes an entry of a map.
+    pub(super) fn pair(&mut self, name: &str, value: impl AsRef<[u8]>) {
+        self.bulk(name);
+        self.bulk(value);
     }
 
     pub(super) fn simple(&mut self, text: &str) {

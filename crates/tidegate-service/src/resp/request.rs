@@ -14,10 +14,10 @@ use tidegate_api::json::MAX_AGE_MS;
 
 /// Query of a command.
 #[derive(Debug, Clone)]
-pub(super) struct Request<'a> {
+pub(super) struct CommandQuery<'a> {
     pub(super) action: Action,
     pub(super) key: &'a str,
-    pub(super) target: Target<'a>,
+    pub(super) target: LimitTarget<'a>,
     /// Units; `None` for those of the policy.
     pub(super) cost: Option<u64>,
     /// Age of the charge to be refunded, in milliseconds.
@@ -28,15 +28,16 @@ pub(super) struct Request<'a> {
     pub(super) caller: Option<Caller>,
 }
 
-impl Request<'_> {
-    /// Returns a hash of everything that is decided but the key. Equal requests have equal answers in any order.
+impl CommandQuery<'_> {
+    /// Returns a hash of everything that is decided but the key. Equal requests have equal answers
+    /// in any order.
     pub(super) fn identity(&self, hasher: &impl BuildHasher) -> u64 {
         let (kind, policy, quota) = match &self.target {
-            Target::Policy(policy) => (0, *policy, 0),
+            LimitTarget::Policy(policy) => (0, *policy, 0),
             // A connection has one quota of the same numbers.
-            Target::Quota(quota) => (1, "", Arc::as_ptr(quota).addr()),
-            Target::Throttle(Dialect::Cell, quota) => (2, "", Arc::as_ptr(quota).addr()),
-            Target::Throttle(Dialect::Crab, quota) => (3, "", Arc::as_ptr(quota).addr()),
+            LimitTarget::Quota(quota) => (1, "", Arc::as_ptr(quota).addr()),
+            LimitTarget::Throttle(Dialect::Cell, quota) => (2, "", Arc::as_ptr(quota).addr()),
+            LimitTarget::Throttle(Dialect::Crab, quota) => (3, "", Arc::as_ptr(quota).addr()),
         };
         let action = std::mem::discriminant(&self.action);
         hasher.hash_one((action, kind, policy, quota, self.cost, self.age_ms))
@@ -45,7 +46,7 @@ impl Request<'_> {
 
 /// Limit that a command is about.
 #[derive(Debug, Clone)]
-pub(super) enum Target<'a> {
+pub(super) enum LimitTarget<'a> {
     Policy(&'a str),
     Quota(Arc<Quota>),
     Throttle(Dialect, Arc<Quota>),
@@ -63,8 +64,8 @@ pub(super) enum Dialect {
 /// Quotas that a connection has used last. Creating one costs more than a decision.
 #[derive(Debug, Default)]
 pub(super) struct QuotaCache {
+    /// From the newest on.
     recent: Vec<(QuotaNumbers, Arc<Quota>)>,
-    next: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,13 +90,8 @@ impl QuotaCache {
             None => Ok(quota),
         });
         let quota = Arc::new(quota.map_err(|error| format!("ERR quota: {error}"))?);
-        let entry = (numbers, Arc::clone(&quota));
-        if self.recent.len() < MAX_CACHED {
-            self.recent.push(entry);
-        } else {
-            self.recent[self.next] = entry;
-            self.next = (self.next + 1) % MAX_CACHED;
-        }
+        self.recent.truncate(MAX_CACHED - 1);
+        self.recent.insert(0, (numbers, Arc::clone(&quota)));
         Ok(quota)
     }
 }
@@ -118,7 +114,7 @@ pub(super) fn parse<'a>(
     action: Action,
     arguments: Arguments<'a, '_>,
     quotas: &mut QuotaCache,
-) -> Result<Request<'a>, String> {
+) -> Result<CommandQuery<'a>, String> {
     match command {
         Command::CellThrottle => throttle(command, Dialect::Cell, arguments, quotas),
         Command::CrabThrottle => throttle(command, Dialect::Crab, arguments, quotas),
@@ -132,7 +128,7 @@ fn query<'a>(
     action: Action,
     arguments: Arguments<'a, '_>,
     quotas: &mut QuotaCache,
-) -> Result<Request<'a>, String> {
+) -> Result<CommandQuery<'a>, String> {
     let argument = |index| arguments.get(index).ok_or_else(|| command.usage_error());
     let is_word = |index: usize, word: &str| {
         arguments.get(index).is_some_and(|text| text.eq_ignore_ascii_case(word.as_bytes()))
@@ -163,18 +159,18 @@ fn query<'a>(
         let window = text(arguments, 6, "window")?;
         let window = duration::parse(window).map_err(|error| format!("ERR window: {error}"))?;
         let limit = number("limit", argument(5)?)?;
-        Target::Quota(quotas.get(QuotaNumbers {
+        LimitTarget::Quota(quotas.get(QuotaNumbers {
             algorithm,
             limit,
             window,
             burst: options.burst,
         })?)
     } else {
-        Target::Policy(text(arguments, 1, "policy")?)
+        LimitTarget::Policy(text(arguments, 1, "policy")?)
     };
     let key = text(arguments, 2, "key")?;
     let Options { cost, age_ms, .. } = options;
-    Ok(Request { action, key, target, cost, age_ms, with_names, caller: None })
+    Ok(CommandQuery { action, key, target, cost, age_ms, with_names, caller: None })
 }
 
 #[derive(Debug, Default)]
@@ -224,7 +220,7 @@ fn throttle<'a>(
     dialect: Dialect,
     arguments: Arguments<'a, '_>,
     quotas: &mut QuotaCache,
-) -> Result<Request<'a>, String> {
+) -> Result<CommandQuery<'a>, String> {
     if arguments.len() > 6 {
         return Err(command.usage_error());
     }
@@ -249,9 +245,9 @@ fn throttle<'a>(
     // A quantity of 0 shows the state, in both projects. One above the capacity is never admitted.
     let is_peek = quantity == 0 || quantity > quota.burst();
     let action = if is_peek { Action::Peek } else { Action::Acquire };
-    let target = Target::Throttle(dialect, quota);
+    let target = LimitTarget::Throttle(dialect, quota);
     let (cost, age_ms, with_names) = (Some(quantity), None, false);
-    Ok(Request { action, key, target, cost, age_ms, with_names, caller: None })
+    Ok(CommandQuery { action, key, target, cost, age_ms, with_names, caller: None })
 }
 
 /// Returns an argument, which the command has, as text.

@@ -11,15 +11,15 @@ use super::client::Client;
 use super::decide::{Started, decide, finish, start};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
-use super::request::Request;
+use super::request::CommandQuery;
 use crate::state::{ActiveConfig, ServerState};
-use tidegate_net::listener::{BufferBudget, Input, Peer, Session, Step, Turn};
+use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session, Step};
 
 /// Maximum number of commands that are decided together.
 const MAX_GROUP: usize = 1_024;
 /// Length of the replies from which on they are sent first.
 const MAX_REPLY_BYTES: usize = 64 * 1024;
-/// Length of the input that is checked for UTF-8 at once: about the commands of a turn.
+/// Length of the input that is checked for UTF-8 in one step: about the commands of a poll.
 const MAX_TEXT_BYTES: usize = 8 * 1024;
 
 /// Session of one client.
@@ -67,7 +67,12 @@ impl Session for RespSession {
         self.parser.limits.max_input()
     }
 
-    async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>, turn: &mut Turn) -> Step {
+    async fn handle(
+        &mut self,
+        input: &mut Input,
+        replies: &mut Vec<u8>,
+        budget: &mut CommandBudget,
+    ) -> Step {
         // A reload in the middle of a pipeline takes effect after it.
         let active = self.client.state.active_guard();
         self.parser.limits = self.client.limits(&active);
@@ -75,7 +80,7 @@ impl Session for RespSession {
         let executing = self.client.executing.take();
         let commands = executing.as_ref().map_or(input.bytes(), |queued| &queued.commands);
         let (handled, step) =
-            Box::pin(self.handle_commands(&active, commands, replies, turn)).await;
+            Box::pin(self.handle_commands(&active, commands, replies, budget)).await;
         self.parser.shrink();
         let Some(mut queued) = executing else {
             input.consume(handled);
@@ -95,7 +100,7 @@ impl RespSession {
         active: &ActiveConfig,
         input: &[u8],
         replies: &mut Vec<u8>,
-        turn: &mut Turn,
+        budget: &mut CommandBudget,
     ) -> (usize, Step) {
         let Self { parser, client } = self;
         let mut group = Group::default();
@@ -114,13 +119,13 @@ impl RespSession {
                     break client.reject(&error, replies);
                 }
             };
-            if !turn.takes_command() {
+            if !budget.take() {
                 if group.len() == 0 {
                     break Step::Yield;
                 }
                 // Not the end of the group, which would be smaller.
                 tokio::task::yield_now().await;
-                *turn = Turn::default();
+                *budget = CommandBudget::default();
             }
             let at = handled..handled + length;
             handled = at.end;
@@ -207,7 +212,7 @@ impl<'a, F: Future<Output = Reply>> Group<'a, F> {
     }
 
     /// Returns whether a request can be decided with the others.
-    fn admits(&self, request: &Request<'a>) -> bool {
+    fn admits(&self, request: &CommandQuery<'a>) -> bool {
         let Some(pending) = &self.0 else { return true };
         pending.requests.get(request.key).is_none_or(|known| {
             let is_repeatable = matches!(request.action, Action::Acquire | Action::Peek);
@@ -215,7 +220,7 @@ impl<'a, F: Future<Output = Reply>> Group<'a, F> {
         })
     }
 
-    fn add(&mut self, request: &Request<'a>, reply: F) {
+    fn add(&mut self, request: &CommandQuery<'a>, reply: F) {
         let pending = self.0.get_or_insert_with(|| Pending {
             replies: FuturesOrdered::new(),
             requests: HashMap::new(),

@@ -11,7 +11,7 @@ use super::session::RespSession;
 use crate::fuzz::{self, Random};
 use crate::state::ServerState;
 use tidegate_config::Config;
-use tidegate_net::listener::{BufferBudget, Input, Peer, Session as _, Step, Turn};
+use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session as _, Step};
 
 mod tokens;
 
@@ -71,7 +71,11 @@ impl Conversation {
     fn step(&mut self, input: &mut Input, all: &mut Vec<u8>) -> Step {
         let mut replies = Vec::new();
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let step = runtime.block_on(self.session.handle(input, &mut replies, &mut Turn::default()));
+        let step = runtime.block_on(self.session.handle(
+            input,
+            &mut replies,
+            &mut CommandBudget::default(),
+        ));
         all.extend(replies);
         step
     }
@@ -87,8 +91,8 @@ impl Conversation {
 #[test]
 fn future_of_a_session_is_small() {
     let mut client = Conversation::new(POLICIES);
-    let (mut input, mut replies, mut turn) = (input(), Vec::new(), Turn::default());
-    let size = size_of_val(&client.session.handle(&mut input, &mut replies, &mut turn));
+    let (mut input, mut replies, mut budget) = (input(), Vec::new(), CommandBudget::default());
+    let size = size_of_val(&client.session.handle(&mut input, &mut replies, &mut budget));
     assert!(size <= 256, "{size} bytes for each of many connections");
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 
 use super::frame::Arguments;
-use super::reply::{Protocol, Writer};
+use super::reply::{RespVersion, Writer};
 use tidegate_net::listener::{BufferBudget, BufferShare};
 
 /// Maximum length of the commands of a transaction, with their framing: some 2,500 decisions.
@@ -40,7 +40,7 @@ impl Transaction {
         if self.is_aborted {
             return Ok(());
         }
-        let mut writer = Writer { bytes: &mut self.commands, protocol: Protocol::Resp2 };
+        let mut writer = Writer { bytes: &mut self.commands, protocol: RespVersion::Resp2 };
         writer.array(arguments.len());
         arguments.from(0).for_each(|argument| writer.bulk(argument));
         self.count += 1;
