@@ -16,6 +16,7 @@ use self::open_loop::OpenLoop;
 use self::recorder::{Recorders, Recording};
 use self::target::LoadTarget;
 use crate::tool::progress::ProgressBar;
+use crate::tool::text::float;
 
 mod closed_loop;
 pub(crate) mod grpc;
@@ -78,19 +79,14 @@ pub(crate) struct LoadMeasurement {
 struct LoadRun<T> {
     target: T,
     recorders: Recorders,
-    times: RunTimes,
+    /// Requests that are sent or due earlier belong to the warm-up, and are not recorded.
+    measured_from: Instant,
+    end: Option<Instant>,
     /// Time of the first signal, after which no request is sent.
     stopped_at: OnceLock<Instant>,
     not_sent: AtomicU64,
     /// Whether a request of an open loop had to wait because too many were in flight.
     slots_exhausted: AtomicBool,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct RunTimes {
-    /// Requests that are sent or due earlier belong to the warm-up, and are not recorded.
-    measured_from: Instant,
-    end: Option<Instant>,
 }
 
 impl<T> LoadRun<T> {
@@ -101,10 +97,7 @@ impl<T> LoadRun<T> {
 
 /// Runs the load, with a progress bar if the standard error is a terminal. The first interrupt ends
 /// the load, and the second one also the wait for the last answers.
-pub(crate) async fn run<T: LoadTarget>(
-    load: &LoadPlan,
-    target: T,
-) -> anyhow::Result<LoadMeasurement> {
+pub(crate) async fn run<T: LoadTarget>(load: &LoadPlan, target: T) -> anyhow::Result<LoadMeasurement> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let start = Instant::now();
@@ -112,10 +105,8 @@ pub(crate) async fn run<T: LoadTarget>(
     let run = Arc::new(LoadRun {
         target,
         recorders: Recorders::new()?,
-        times: RunTimes {
-            measured_from,
-            end: load.duration.map(|duration| measured_from + duration),
-        },
+        measured_from,
+        end: load.duration.map(|duration| measured_from + duration),
         stopped_at: OnceLock::new(),
         not_sent: AtomicU64::new(0),
         slots_exhausted: AtomicBool::new(false),
@@ -177,10 +168,9 @@ pub(crate) async fn run<T: LoadTarget>(
 }
 
 /// Returns the part of the measurement that is done.
-#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
 fn part(load: &LoadPlan, elapsed: Duration, requests: u64) -> Option<f64> {
     let of_time = load.duration.map(|all| elapsed.as_secs_f64() / all.as_secs_f64().max(1e-9));
-    let of_requests = load.requests.map(|all| requests as f64 / all.max(1) as f64);
+    let of_requests = load.requests.map(|all| float(requests) / float(all.max(1)));
     [of_time, of_requests].into_iter().flatten().reduce(f64::max)
 }
 /// Returns the CPU time of this process.

@@ -1,18 +1,22 @@
 //! `tidegate plan`: what a number of users and requests costs on Redis.
 //!
 //! [`costs`] has the costs of one key and of one decision, which [`measure`] measures; this file
-//! multiplies them. Each assumption is in [`Plan`], so that it is shown beside the result.
+//! multiplies them. Each assumption is in [`CapacityPlan`], so that it is shown beside the result.
 
 use std::time::Duration;
 
+use clap::Args;
 use serde::{Serialize, Serializer};
 use tidegate::{Algorithm, Encoding, Quota, QuotaError};
+use tidegate_config::duration;
 
 use self::costs::Costs;
+use crate::tool::text::{float, whole};
 
 pub(crate) mod costs;
 pub(crate) mod measure;
 pub(crate) mod report;
+mod units;
 
 /// Memory that the allocator takes, in relation to the memory that Redis uses.
 const FRAGMENTATION: f64 = 1.25;
@@ -34,29 +38,60 @@ pub(crate) const FORMS: [Form; 7] = [
 ];
 
 /// Users and requests to plan for.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize, Args)]
 pub(crate) struct Demand {
+    /// Number of users, or of other keys; k, M and B stand for thousands, millions and billions
+    #[arg(long, value_name = "N", env = "TIDEGATE_USERS", value_parser = units::count)]
     pub users: u64,
+
+    /// Units per window and user
+    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT", value_parser = units::count)]
     pub limit: u64,
+
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
     #[serde(rename = "window_ms", serialize_with = "millis")]
     pub window: Duration,
-    /// Requests per second of all users at the peak.
+
+    /// Requests per second of all users together, at the peak
+    #[arg(long, value_name = "R", env = "TIDEGATE_RPS", value_parser = units::rate)]
     pub rps: f64,
-    /// Share of the users that have a count at the same time, if it is known.
+
+    /// Share of the users that send requests within one window, such as 5% or 0.05 [default: all,
+    /// as far as the requests suffice]
+    #[arg(long, value_name = "SHARE", env = "TIDEGATE_ACTIVE", value_parser = units::share)]
     pub active: Option<f64>,
 }
 
-/// Servers and clients of Redis.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub(crate) struct Deployment {
-    /// Memory of one Redis server.
-    pub node_memory_bytes: u64,
-    /// Share of the memory and of the CPU that stays free.
-    pub headroom: f64,
-    /// Decisions per call.
+/// Calls of the clients to Redis.
+#[derive(Debug, Clone, Copy, Serialize, Args)]
+pub(crate) struct RedisCalls {
+    /// Decisions per call to Redis. Instances under load share calls; 1 is the worst case
+    #[arg(long, value_name = "N", env = "TIDEGATE_BATCH")]
+    #[arg(default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=128))]
     pub batch: u64,
-    /// Length of a user's key.
+
+    /// Length of a user's key in bytes
+    #[arg(long, value_name = "N", env = "TIDEGATE_KEY_BYTES")]
+    #[arg(default_value_t = costs::KEY_BYTES)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub key_bytes: u64,
+}
+
+/// Servers of Redis.
+#[derive(Debug, Clone, Copy, Serialize, Args)]
+pub(crate) struct RedisServers {
+    /// Memory of one Redis server
+    #[arg(
+        long = "node-memory", value_name = "SIZE", env = "TIDEGATE_NODE_MEMORY",
+        default_value = "16GiB", value_parser = units::bytes
+    )]
+    pub node_memory_bytes: u64,
+
+    /// Share of the memory and of the CPU that stays free
+    #[arg(long, value_name = "SHARE", env = "TIDEGATE_HEADROOM")]
+    #[arg(default_value = "30%", value_parser = units::share)]
+    pub headroom: f64,
 }
 
 /// One algorithm in one encoding.
@@ -71,11 +106,13 @@ pub(crate) struct Form {
 
 /// Result for all forms, with its assumptions.
 #[derive(Debug, Serialize)]
-pub(crate) struct Plan {
+pub(crate) struct CapacityPlan {
     #[serde(flatten)]
     pub demand: Demand,
     #[serde(flatten)]
-    pub deployment: Deployment,
+    pub servers: RedisServers,
+    #[serde(flatten)]
+    pub calls: RedisCalls,
     pub fragmentation: f64,
     pub expired_keys: f64,
     /// CPU time of a call of an empty script, with that for its connection.
@@ -151,7 +188,6 @@ impl Form {
     }
 
     /// Returns the maximum time for which a key outlives a single request, in windows.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     fn lifetime(self, limit: u64) -> f64 {
         match self.algorithm {
             // A log and a bucket live up to an eighth longer, so that not every request has to set
@@ -159,7 +195,7 @@ impl Form {
             Algorithm::SlidingLog => 1.125,
             Algorithm::SlidingCounter => 2.0,
             Algorithm::FixedWindow => 1.0,
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / limit as f64,
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / float(limit),
         }
     }
 }
@@ -170,15 +206,13 @@ impl Demand {
     }
 
     /// Returns the number of users that may have a count at the same time.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub(crate) fn active_users(&self) -> f64 {
-        (self.users as f64 * self.active.unwrap_or(1.0)).max(1.0)
+        (float(self.users) * self.active.unwrap_or(1.0)).max(1.0)
     }
 
     /// Returns the requests per second that the limit admits at most.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub(crate) fn limit_of_all_users(&self) -> f64 {
-        self.active_users() * self.limit as f64 / self.window.as_secs_f64()
+        self.active_users() * float(self.limit) / self.window.as_secs_f64()
     }
 
     /// Returns the maximum number of keys at the same time: each needs a request within its
@@ -189,13 +223,12 @@ impl Demand {
     }
 
     /// Returns the requests of a key per window, which the limit bounds.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     fn requests_per_key(&self) -> f64 {
-        (self.requests_per_window() / self.active_users()).clamp(1.0, (self.limit as f64).max(1.0))
+        (self.requests_per_window() / self.active_users()).clamp(1.0, float(self.limit).max(1.0))
     }
 }
 
-impl Plan {
+impl CapacityPlan {
     /// Computes the plan by these costs.
     ///
     /// # Errors
@@ -203,7 +236,8 @@ impl Plan {
     /// No form supports the limit and the window.
     pub(crate) fn new(
         demand: Demand,
-        deployment: Deployment,
+        servers: RedisServers,
+        calls: RedisCalls,
         costs: &Costs,
         measured: bool,
     ) -> Result<Self, QuotaError> {
@@ -211,7 +245,7 @@ impl Plan {
         let mut first_error = None;
         for form in FORMS {
             match form.quota(demand.limit, demand.window) {
-                Ok(_) => forms.push(Need::new(form, &demand, &deployment, costs)),
+                Ok(_) => forms.push(Need::new(form, &demand, servers, calls, costs)),
                 Err(error) => {
                     unavailable.push(Unavailable { form, reason: error.to_string() });
                     first_error.get_or_insert(error);
@@ -225,7 +259,8 @@ impl Plan {
         };
         Ok(Self {
             demand,
-            deployment,
+            servers,
+            calls,
             fragmentation: FRAGMENTATION,
             expired_keys: EXPIRED_KEYS,
             empty_script_micros: costs.empty_script_micros * (1.0 + costs.connection_cpu),
@@ -239,21 +274,26 @@ impl Plan {
 }
 
 impl Need {
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn new(form: Form, demand: &Demand, deployment: &Deployment, costs: &Costs) -> Self {
+    fn new(
+        form: Form,
+        demand: &Demand,
+        servers: RedisServers,
+        calls: RedisCalls,
+        costs: &Costs,
+    ) -> Self {
         let keys = demand.keys(form);
         let requests = demand.requests_per_key();
         let cost = |requests: f64| costs.at(form, requests, demand.window);
-        let longer_key = deployment.key_bytes as f64 - costs::KEY_BYTES as f64;
+        let longer_key = float(calls.key_bytes) - float(costs::KEY_BYTES);
         let bytes = |requests: f64| cost(requests).bytes + costs.keyspace_bytes + longer_key;
         let memory = |requests: f64| keys * bytes(requests) * FRAGMENTATION;
-        let full = demand.limit as f64;
-        let batch = deployment.batch as f64;
+        let full = float(demand.limit);
+        let batch = float(calls.batch);
         let cpu_micros = costs.cpu_micros(&cost(requests), batch);
         let cores = demand.rps * cpu_micros / 1e6;
-        let nodes = memory(requests) / deployment.node_memory_bytes as f64;
-        let by_memory = primaries(nodes, deployment.headroom);
-        let by_cpu = primaries(cores, deployment.headroom);
+        let nodes = memory(requests) / float(servers.node_memory_bytes);
+        let by_memory = primaries(nodes, servers.headroom);
+        let by_cpu = primaries(cores, servers.headroom);
         let lifetime = demand.window.as_secs_f64() * form.lifetime(demand.limit);
         Self {
             form,
@@ -286,13 +326,8 @@ fn primaries(need: f64, headroom: f64) -> u64 {
 }
 
 /// Returns the next whole number.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "saturates; the number is not negative"
-)]
 fn rounded_up(number: f64) -> u64 {
-    number.ceil() as u64
+    whole(number.ceil())
 }
 
 /// Recommends the exact log if no other form needs fewer primaries, else the counter.
@@ -358,11 +393,11 @@ mod tests {
         Demand { users, limit: 100, window: Duration::from_secs(10), rps, active: None }
     }
 
-    fn plan(demand: Demand, node_memory_bytes: u64) -> Plan {
+    fn plan(demand: Demand, node_memory_bytes: u64) -> CapacityPlan {
         let costs = Costs::checked_in().expect("valid");
-        let key_bytes = costs::KEY_BYTES;
-        let deployment = Deployment { node_memory_bytes, headroom: 0.3, batch: 1, key_bytes };
-        Plan::new(demand, deployment, &costs, false).expect("a valid limit")
+        let servers = RedisServers { node_memory_bytes, headroom: 0.3 };
+        let calls = RedisCalls { batch: 1, key_bytes: costs::KEY_BYTES };
+        CapacityPlan::new(demand, servers, calls, &costs, false).expect("a valid limit")
     }
 
     #[test]

@@ -23,8 +23,8 @@ mod tally;
 pub mod variants;
 mod what_if;
 
-pub use report::{Report, TrafficSummary};
-pub use run::{Outcome, Run};
+pub use report::{SimulationReport, TrafficSummary};
+pub use run::{ReplayResult, VariantRun};
 pub use svg::draw;
 
 /// Request of the traffic. Its attributes are those of the gateway, except for `ip`.
@@ -49,13 +49,13 @@ pub struct Variant {
 
 /// Variants of a configuration that decide the same traffic.
 pub struct Simulation {
-    runs: Vec<Run>,
+    runs: Vec<VariantRun>,
     comparison: Option<Comparison>,
 }
 
 impl Simulation {
     pub fn new(variants: Vec<Variant>) -> Self {
-        Self { runs: variants.into_iter().map(Run::new).collect(), comparison: None }
+        Self { runs: variants.into_iter().map(VariantRun::new).collect(), comparison: None }
     }
 
     /// Creates a simulation that compares two configurations request by request.
@@ -67,19 +67,22 @@ impl Simulation {
     /// Sets the time at which counts over time start; that of the first request by default.
     pub fn start_at(&mut self, time: u64) {
         for run in &mut self.runs {
-            run.start_at(time);
+            run.counts.start(time, &run.limiter);
         }
     }
 
     /// Decides a request by each variant. `on_outcome` gets the outcome of the first.
-    pub fn decide(&mut self, request: &impl TrafficRequest, on_outcome: impl FnOnce(&Outcome<'_>)) {
+    pub fn decide(
+        &mut self,
+        request: &impl TrafficRequest,
+        on_outcome: impl FnOnce(&ReplayResult<'_>),
+    ) {
         let [first, others @ ..] = &mut self.runs[..] else { return };
         let outcome = first.decide(request);
         on_outcome(&outcome);
         match (&mut self.comparison, others) {
             (Some(comparison), [other, ..]) => {
-                let current = outcome.verdict();
-                comparison.record(request.time(), &current, &other.decide(request).verdict());
+                comparison.record(request.time(), &outcome, &other.decide(request));
             }
             (_, others) => {
                 drop(outcome);
@@ -90,7 +93,7 @@ impl Simulation {
         }
     }
 
-    pub fn into_report(self, traffic: TrafficSummary) -> Report {
-        Report { runs: self.runs, comparison: self.comparison, traffic }
+    pub fn into_report(self, traffic: TrafficSummary) -> SimulationReport {
+        SimulationReport { runs: self.runs, comparison: self.comparison, traffic }
     }
 }

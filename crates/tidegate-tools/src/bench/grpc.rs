@@ -1,17 +1,17 @@
 //! [`GrpcTarget`]: `ShouldRateLimit` of Envoy's rate limit service.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use anyhow::bail;
 use bytes::Bytes;
 use h2::client::{self, SendRequest};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri, Version, header};
 use prost::Message as _;
+use tokio::sync::Mutex;
 use tonic::{Code as GrpcCode, Status};
 
-use super::keys::KeySpace;
-use super::target::{Answer, LoadTarget, RequestError};
+use super::keys::{KEY, KeySpace};
+use super::target::{Answer, LoadTarget, RequestError, within};
 use super::template::Template;
 use crate::tool::client::{ClientOptions, Endpoint, ServiceKind};
 use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
@@ -32,37 +32,34 @@ pub(crate) struct GrpcTarget {
     endpoint: Endpoint,
     uri: Uri,
     message: Template,
-    connections: Vec<Slot>,
+    connections: Vec<ConnectionSlot>,
     next: AtomicUsize,
 }
 
-/// Place of a connection.
-#[derive(Default)]
-struct Slot {
-    sender: Mutex<Option<SendRequest<Bytes>>>,
-    /// Held while a connection is opened, so that there is only one.
-    opening: tokio::sync::Mutex<()>,
-}
+/// Place of a connection, locked while it is opened, so that there is only one.
+type ConnectionSlot = Mutex<Option<SendRequest<Bytes>>>;
 
 /// Domain and descriptors of all requests, and their cost.
-#[derive(Debug, Clone)]
-pub(crate) struct GrpcQuery {
-    pub domain: String,
-    /// Entries of each descriptor, with the placeholder in place of the key.
-    pub descriptors: Vec<Vec<(String, String)>>,
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GrpcQuery<'a> {
+    pub domain: &'a str,
+    /// Entries of each descriptor, in whose values [`KEY`] stands for the key.
+    pub descriptors: &'a [Vec<(String, String)>],
     pub cost: u32,
 }
 
-impl GrpcQuery {
-    fn message(&self) -> RateLimitRequest {
-        let entry =
-            |(key, value): &(String, String)| Entry { key: key.clone(), value: value.clone() };
+impl GrpcQuery<'_> {
+    fn message(&self, key: &str) -> RateLimitRequest {
+        let entry = |(name, value): &(String, String)| {
+            let value = value.replace(KEY, key);
+            Entry { key: name.clone(), value }
+        };
         let descriptor = |entries: &Vec<(String, String)>| RateLimitDescriptor {
             entries: entries.iter().map(entry).collect(),
             ..RateLimitDescriptor::default()
         };
         RateLimitRequest {
-            domain: self.domain.clone(),
+            domain: self.domain.to_owned(),
             descriptors: self.descriptors.iter().map(descriptor).collect(),
             // Envoy leaves a cost of 1 out, and a service treats an explicit one differently.
             hits_addend: if self.cost == 1 { 0 } else { self.cost },
@@ -70,8 +67,8 @@ impl GrpcQuery {
     }
 
     /// Returns a request that spends nothing.
-    fn peek(&self) -> RateLimitRequest {
-        let mut message = self.message();
+    fn peek(&self, key: &str) -> RateLimitRequest {
+        let mut message = self.message(key);
         for descriptor in &mut message.descriptors {
             descriptor.hits_addend = Some(0);
         }
@@ -84,7 +81,7 @@ impl GrpcTarget {
     /// accepts it.
     pub(crate) async fn connect(
         options: &ClientOptions<'_>,
-        query: &GrpcQuery,
+        query: GrpcQuery<'_>,
         keys: &KeySpace,
         connections: usize,
     ) -> anyhow::Result<Self> {
@@ -94,16 +91,19 @@ impl GrpcTarget {
             .authority(endpoint.authority.as_str())
             .path_and_query(PATH)
             .build()?;
+        let placeholder = keys.placeholder();
         let target = Self {
             endpoint,
             uri,
-            message: Template::new(framed(&query.message()), &keys.placeholder()),
-            connections: std::iter::repeat_with(Slot::default).take(connections).collect(),
+            message: Template::new(framed(&query.message(&placeholder)), &placeholder),
+            connections: std::iter::repeat_with(ConnectionSlot::default)
+                .take(connections)
+                .collect(),
             next: AtomicUsize::new(0),
         };
-        let peek = Template::new(framed(&query.peek()), &keys.placeholder());
         for _ in 0..connections {
-            if let Err(error) = target.call(peek.with_key(&keys.key(0))).await {
+            let peek = Bytes::from(framed(&query.peek(&keys.key(0))));
+            if let Err(error) = target.call(peek).await {
                 bail!("--grpc {}: {}", options.address, error.message);
             }
         }
@@ -116,11 +116,7 @@ impl GrpcTarget {
     }
 
     async fn call(&self, message: Bytes) -> Result<Answer, RequestError> {
-        match tokio::time::timeout(self.endpoint.timeout, self.call_without_timeout(message)).await
-        {
-            Ok(answer) => answer,
-            Err(_) => Err(RequestError::timeout(self.endpoint.timeout)),
-        }
+        within(self.endpoint.timeout, self.call_without_timeout(message)).await
     }
 
     async fn call_without_timeout(&self, message: Bytes) -> Result<Answer, RequestError> {
@@ -165,15 +161,10 @@ impl GrpcTarget {
 
     /// Returns the connection of a slot with room for a request, and opens it again if it was
     /// closed.
-    async fn connection(&self, slot: &Slot) -> Result<SendRequest<Bytes>, RequestError> {
-        if let Some(sender) = slot.current()
-            && let Ok(sender) = sender.ready().await
-        {
-            return Ok(sender);
-        }
-        let _opening = slot.opening.lock().await;
-        // Another request may have opened it.
-        if let Some(sender) = slot.current()
+    async fn connection(&self, slot: &ConnectionSlot) -> Result<SendRequest<Bytes>, RequestError> {
+        let mut slot = slot.lock().await;
+        // A sender without a request of its own is ready, unless the connection is closed.
+        if let Some(sender) = slot.clone()
             && let Ok(sender) = sender.ready().await
         {
             return Ok(sender);
@@ -188,14 +179,8 @@ impl GrpcTarget {
             .await
             .map_err(closed)?;
         tokio::spawn(connection);
-        *slot.sender.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender.clone());
+        *slot = Some(sender.clone());
         sender.ready().await.map_err(closed)
-    }
-}
-
-impl Slot {
-    fn current(&self) -> Option<SendRequest<Bytes>> {
-        self.sender.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

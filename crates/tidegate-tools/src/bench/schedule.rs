@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::tool::random::Random;
+use crate::tool::random::SeededRandom;
+use crate::tool::text::float;
 
 /// Times between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -17,7 +18,7 @@ pub(crate) enum Arrivals {
 pub(super) struct Schedule {
     arrivals: Arrivals,
     interval: f64,
-    random: Random,
+    random: SeededRandom,
     number: u64,
     seconds: f64,
 }
@@ -25,7 +26,7 @@ pub(super) struct Schedule {
 impl Schedule {
     pub(super) fn new(rate: f64, arrivals: Arrivals, seed: u64) -> Self {
         // Independent of the keys, which have the same seed.
-        let random = Random::new(seed ^ 0x5bd1_e995);
+        let random = SeededRandom::new(seed ^ 0x5bd1_e995);
         Self { arrivals, interval: 1.0 / rate, random, number: 0, seconds: 0.0 }
     }
 }
@@ -33,11 +34,10 @@ impl Schedule {
 impl Iterator for Schedule {
     type Item = Duration;
 
-    #[expect(clippy::cast_precision_loss, reason = "below 2^53")]
     fn next(&mut self) -> Option<Duration> {
         let seconds = match self.arrivals {
             // A product has no rounding errors that add up.
-            Arrivals::Fixed => self.number as f64 * self.interval,
+            Arrivals::Fixed => float(self.number) * self.interval,
             Arrivals::Poisson => {
                 self.seconds += self.interval * self.random.exponential();
                 self.seconds

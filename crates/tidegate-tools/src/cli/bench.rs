@@ -14,18 +14,15 @@ use self::flags::{LoadFlags, LoadPolicyFlags, TargetFlags};
 use super::redis::RedisFlags;
 use crate::bench::grpc::{GrpcQuery, GrpcTarget};
 use crate::bench::http::HttpTarget;
-use crate::bench::keys::KeySpace;
+use crate::bench::keys::{KEY, KeySpace};
 use crate::bench::report::{BenchReport, TargetSummary};
 use crate::bench::store::StoreTarget;
 use crate::bench::{self, LoadMeasurement, LoadPlan};
 use crate::tool::client::{self, ClientOptions, Trust};
 use crate::tool::output;
-use tidegate_config::{Config, RedisConfig, Secret, StoreConfig, Topology};
+use tidegate_config::{Config, Secret, StoreConfig, Topology};
 
 mod flags;
-
-/// Text in an attribute or a descriptor that stands for the key.
-const KEY: &str = "{key}";
 
 /// Load a store or a running service, and measure throughput and latency.
 ///
@@ -134,12 +131,7 @@ impl BenchCommand {
             StoreConfig::Memory(settings) => {
                 let store = MemoryStore::builder().max_keys(settings.max_keys).build();
                 let target = StoreTarget::new(store, quota, cost);
-                let summary = TargetSummary {
-                    kind: "memory",
-                    name: "memory".to_owned(),
-                    requests,
-                    note: None,
-                };
+                let summary = TargetSummary::new("memory", "memory", requests);
                 Ok((summary, bench::run(load, target).await?))
             }
             StoreConfig::Redis(redis) => {
@@ -152,9 +144,15 @@ impl BenchCommand {
                 let note = format!(
                     "the keys of this run start with {prefix}:{{{}; each has an expiry, so they \
                      need no clean-up",
-                    load.keys.prefix()
+                    load.keys.prefix
                 );
-                Ok((redis_summary(&redis, requests, note), measured))
+                let name = match redis.topology() {
+                    Topology::Single => "Redis",
+                    Topology::Cluster => "Redis Cluster",
+                    Topology::Sentinel => "Redis with Sentinel",
+                };
+                let summary = TargetSummary::new("redis", name, requests);
+                Ok((TargetSummary { note: Some(note), ..summary }, measured))
             }
         }
     }
@@ -170,7 +168,7 @@ impl BenchCommand {
         tidegate_net::raise_file_limit();
         let target = HttpTarget::connect(&self.client(url, token.as_ref()), &body, keys).await?;
         self.load.check_key("--attribute", target.has_key())?;
-        let summary = TargetSummary { kind: "http", name: url.to_owned(), requests, note: None };
+        let summary = TargetSummary::new("http", url, requests);
         Ok((summary, bench::run(load, target).await?))
     }
 
@@ -222,24 +220,12 @@ impl BenchCommand {
                 u32::MAX
             )
         })?;
-        let placeholder = keys.placeholder();
-        let with_key = |entries: &Vec<(String, String)>| {
-            let entry =
-                |(key, value): &(String, String)| (key.clone(), value.replace(KEY, &placeholder));
-            entries.iter().map(entry).collect()
-        };
-        let descriptors = descriptors.iter().map(with_key).collect();
-        let query = GrpcQuery { domain: domain.clone(), descriptors, cost };
+        let query = GrpcQuery { domain, descriptors, cost };
         let token = self.token()?;
         let client = self.client(address, token.as_ref());
-        let target = GrpcTarget::connect(&client, &query, keys, *connections).await?;
+        let target = GrpcTarget::connect(&client, query, keys, *connections).await?;
         self.load.check_key("--descriptor", target.has_key())?;
-        let summary = TargetSummary {
-            kind: "grpc",
-            name: address.to_owned(),
-            requests: format!("domain {domain}"),
-            note: None,
-        };
+        let summary = TargetSummary::new("grpc", address, format!("domain {domain}"));
         Ok((summary, bench::run(load, target).await?))
     }
 
@@ -251,15 +237,6 @@ impl BenchCommand {
         let trust = Trust::Authorities(self.target.ca.as_deref());
         ClientOptions { address, token, trust, timeout: self.load.timeout }
     }
-}
-
-fn redis_summary(redis: &RedisConfig, requests: String, note: String) -> TargetSummary {
-    let name = match redis.topology() {
-        Topology::Single => "Redis",
-        Topology::Cluster => "Redis Cluster",
-        Topology::Sentinel => "Redis with Sentinel",
-    };
-    TargetSummary { kind: "redis", name: name.to_owned(), requests, note: Some(note) }
 }
 
 /// Describes a quota, such as `token-bucket, 100 per 1s, burst 500`.

@@ -46,10 +46,8 @@ pub struct DoctorCommand {
     timeout: Option<Duration>,
 
     /// Number of decisions to measure per node
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_PROBES", default_value_t = 300,
-        value_parser = clap::value_parser!(u32).range(1..=100_000)
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_PROBES")]
+    #[arg(default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     probes: u32,
 
     /// Maximum number of keys to check per node
@@ -108,14 +106,8 @@ impl DoctorCommand {
                 return Ok(DoctorReport::from(finding));
             }
         };
-        let options = CheckOptions {
-            prefix: redis.prefix(),
-            sentinel_master: redis.sentinel_master(),
-            largest_log,
-            timeout: redis.timeout(),
-            probes: usize::try_from(self.probes)?,
-            max_keys: usize::try_from(self.keys)?,
-        };
+        let (probes, keys) = (usize::try_from(self.probes)?, usize::try_from(self.keys)?);
+        let options = CheckOptions::new(redis, largest_log, probes, keys);
         let mut report = doctor::run_checks(&store, &options).await;
         // Without a file, there are no settings of a service to check.
         if self.config.is_some() {

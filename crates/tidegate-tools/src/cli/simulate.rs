@@ -8,19 +8,21 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
-use clap::builder::{FalseyValueParser, PossibleValuesParser};
-use tidegate::Algorithm;
+use clap::builder::FalseyValueParser;
+use tidegate::{Algorithm, Policies};
 use tidegate_config::duration;
 
-use crate::simulate::load::{Load, LoadKind};
-use crate::simulate::log::{AccessLogs, LogFormat};
+use super::quota::{LimitFlags, algorithm_parser};
+use crate::simulate::load::{GeneratedLoad, LoadKind};
+use crate::simulate::log::AccessLogs;
 use crate::simulate::output::OutputFile;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
-    self, Report, Simulation, TrafficRequest, TrafficSummary, Variant, decisions,
+    self, Simulation, SimulationReport, TrafficRequest, TrafficSummary, decisions,
 };
 use crate::tool::output;
 use crate::tool::progress::ProgressBar;
+use crate::tool::text::float;
 
 /// Period of a generated load without a window to take it from.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(60);
@@ -74,13 +76,8 @@ pub struct SimulateCommand {
 #[command(next_help_heading = "Traffic")]
 struct TrafficFlags {
     /// Generate traffic of this shape
-    #[arg(
-        long,
-        value_name = "SHAPE",
-        env = "TIDEGATE_LOAD",
-        conflicts_with = "access_log",
-        required_unless_present = "access_log"
-    )]
+    #[arg(long, value_name = "SHAPE", env = "TIDEGATE_LOAD")]
+    #[arg(conflicts_with = "access_log", required_unless_present = "access_log")]
     load: Option<LoadKind>,
 
     /// Mean requests per second of all clients
@@ -96,10 +93,8 @@ struct TrafficFlags {
     zipf: f64,
 
     /// Length of the traffic
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_DURATION", default_value = "60s",
-        value_parser = duration::parse
-    )]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_DURATION")]
+    #[arg(default_value = "60s", value_parser = duration::parse)]
     duration: Duration,
 
     /// Period of burst, boundary and diurnal [default: the window; 1d for diurnal]
@@ -115,25 +110,8 @@ struct TrafficFlags {
     #[arg(long = "attribute", value_name = "NAME=VALUE", value_parser = attribute)]
     attributes: Vec<(String, String)>,
 
-    /// Replay access logs; - is the standard input. They may be compressed with gzip or zstd, and
-    /// several are merged by time
-    #[arg(
-        long, value_name = "FILE", env = "TIDEGATE_SIMULATE_ACCESS_LOG", num_args = 1..
-    )]
-    access_log: Vec<PathBuf>,
-
-    /// Format of the access logs
-    #[arg(
-        long,
-        value_name = "FORMAT",
-        env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT",
-        default_value = "auto"
-    )]
-    access_log_format: LogFormat,
-
-    /// Stop at the first line that is not a request
-    #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
-    strict: bool,
+    #[command(flatten)]
+    logs: AccessLogs,
 }
 
 #[derive(Debug, Args)]
@@ -147,33 +125,21 @@ struct PolicyFlags {
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY", requires = "config")]
     policy: Option<String>,
 
-    /// Units per window
-    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT")]
-    limit: Option<u64>,
-
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
-    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
-    window: Option<Duration>,
+    #[command(flatten)]
+    limits: LimitFlags,
 
     /// Rate limit algorithm [default: sliding-log, or that of the policy]
-    #[arg(
-        long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM",
-        value_parser = PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str))
-    )]
-    algorithm: Option<String>,
+    #[arg(long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM")]
+    #[arg(value_parser = algorithm_parser())]
+    algorithm: Option<Algorithm>,
 
     /// Capacity of a token-bucket or leaky-bucket [default: the limit]
     #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
     burst: Option<u64>,
 
     /// Attribute to count by, without a file; several are counted together
-    #[arg(
-        long = "key",
-        value_name = "ATTRIBUTE",
-        default_value = "ip",
-        value_delimiter = ',',
-        conflicts_with = "config"
-    )]
+    #[arg(long = "key", value_name = "ATTRIBUTE")]
+    #[arg(default_value = "ip", value_delimiter = ',', conflicts_with = "config")]
     key: Vec<String>,
 
     /// Compare all algorithms at this limit
@@ -228,18 +194,18 @@ impl SimulateCommand {
     }
 }
 
-/// Names of the attributes that the policies know, and the window of the first policy.
+/// Policies of the current configuration, and the window of the one that flags change.
 struct KnownPolicies {
-    is_attribute: Box<dyn Fn(&str) -> bool>,
+    policies: Policies,
     window: Option<Duration>,
 }
 
 impl PolicyFlags {
     fn simulation(&self) -> anyhow::Result<(Simulation, KnownPolicies)> {
         let changes = QuotaChanges {
-            algorithm: self.algorithm.as_deref().map(str::parse).transpose()?,
-            limit: self.limit,
-            window: self.window,
+            algorithm: self.algorithm,
+            limit: self.limits.limit,
+            window: self.limits.window,
             burst: self.burst,
         };
         let policy = self.policy.as_deref();
@@ -256,25 +222,14 @@ impl PolicyFlags {
             Some(name) => current.policies.get(name),
             None => current.policies.iter().next(),
         };
-        let policies = current.policies.clone();
-        let known = KnownPolicies {
-            window: varied.map(|policy| policy.quota().window()),
-            is_attribute: Box::new(move |name| policies.check_attribute(name).is_ok()),
-        };
+        let window = varied.map(|policy| policy.quota().window());
+        let known = KnownPolicies { policies: current.policies.clone(), window };
         let simulation = match &self.what_if {
             Some(file) => Simulation::what_if(current, variants::load("--what-if", file)?),
             None if self.compare => Simulation::new(current.for_all_algorithms(policy)?),
-            None => Simulation::new(vec![self.named(current)]),
+            None => Simulation::new(vec![current]),
         };
         Ok((simulation, known))
-    }
-
-    fn named(&self, variant: Variant) -> Variant {
-        let name = match &self.config {
-            Some(file) => file.display().to_string(),
-            None => variant.name,
-        };
-        Variant { name, ..variant }
     }
 }
 
@@ -285,7 +240,7 @@ impl TrafficFlags {
         mut simulation: Simulation,
         known: &KnownPolicies,
         mut output: Option<&mut OutputFile>,
-    ) -> anyhow::Result<Report> {
+    ) -> anyhow::Result<SimulationReport> {
         let mut traffic = TrafficSummary::default();
         let mut progress = ProgressBar::start();
         if let Some(kind) = self.load {
@@ -295,7 +250,7 @@ impl TrafficFlags {
             traffic.generated = Some(period);
             simulation.start_at(period.0);
             load.for_each(|request, time| {
-                progress.count(|| Some(part(time, end)));
+                progress.count(|| Some(float(time) / float(end)));
                 decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
             })?;
             ensure!(traffic.requests > 0, "the load has no request: raise --rate or --duration");
@@ -305,29 +260,27 @@ impl TrafficFlags {
             self.attributes.is_empty(),
             "--attribute is for generated traffic: the requests of a log have their own"
         );
-        let logs = AccessLogs {
-            files: self.access_log.clone(),
-            format: self.access_log_format,
-            strict: self.strict,
-        };
-        let reader = logs.open()?;
+        let reader = self.logs.open()?;
         let bytes = reader.bytes.clone();
         let lines = reader.for_each(|request| {
-            progress.count(|| Some(part(bytes.read.load(Ordering::Relaxed), bytes.total?)));
+            progress.count(|| {
+                let read = bytes.read.load(Ordering::Relaxed);
+                Some(float(read) / float(bytes.total?.max(1)))
+            });
             decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
         })?;
-        let is_unknown = |name: &&String| !(known.is_attribute)(name);
+        let is_unknown = |name: &&String| known.policies.check_attribute(name).is_err();
         traffic.ignored_columns = lines.other_columns.iter().filter(is_unknown).cloned().collect();
         traffic.lines = Some(lines);
         Ok(simulation.into_report(traffic))
     }
 
-    fn generated(&self, kind: LoadKind, known: &KnownPolicies) -> anyhow::Result<Load> {
+    fn generated(&self, kind: LoadKind, known: &KnownPolicies) -> anyhow::Result<GeneratedLoad> {
         let default_period = match kind {
             LoadKind::Diurnal => DAY,
             _ => known.window.unwrap_or(DEFAULT_INTERVAL),
         };
-        let load = Load {
+        let load = GeneratedLoad {
             kind,
             rate: self.rate,
             keys: self.keys,
@@ -357,9 +310,4 @@ fn decide(
         }
     });
     written.context("--decisions")
-}
-
-#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
-fn part(done: u64, total: u64) -> f64 {
-    done as f64 / total.max(1) as f64
 }

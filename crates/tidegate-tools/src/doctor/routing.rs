@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tidegate::store::redis::Reply;
 
-use super::{DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 
 const CHECK: &str = "routing";
 /// Number of keys, each with its own hash tag. Even with two servers, a proxy that spreads keys
@@ -22,7 +22,7 @@ const SCRIPT_HASH: &str = "c29da6f189f2ff7658ce9f61ede016fd4af0e93d";
 
 /// Number of pairs of keys by the result of a script that reads both.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Found {
+struct PairCounts {
     /// Both keys exist.
     complete: usize,
     /// The first key is missing, by which the call was routed.
@@ -33,7 +33,8 @@ struct Found {
     without_script: usize,
 }
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut DoctorReport) {
+pub(super) async fn check(node: &mut NodeUnderTest<'_>) {
+    let prefix = node.options.prefix;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = |index| format!("{prefix}:{{%doctor-{now}-{index}}}");
@@ -41,7 +42,7 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut D
     let writes: Vec<[&str; 5]> = keys.iter().map(|key| ["SET", key, "1", "PX", TTL_MS]).collect();
     let Ok(written) = node.ask_all(&writes).await else { return };
     if written.iter().all(|reply| matches!(reply, Reply::Text(_))) {
-        check_pairs(node, &keys, report).await;
+        check_pairs(node, &keys).await;
     }
     let removals: Vec<[&str; 2]> = keys.iter().map(|key| ["UNLINK", key]).collect();
     // The keys expire in any case.
@@ -49,7 +50,7 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut D
 }
 
 /// Reads each key with its neighbour, on the store's connection and on others.
-async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut DoctorReport) {
+async fn check_pairs(node: &mut NodeUnderTest<'_>, keys: &[String]) {
     let neighbours = keys.iter().zip(keys.iter().cycle().skip(1));
     let reads: Vec<[&str; 5]> =
         neighbours.map(|(one, other)| ["EVALSHA", SCRIPT_HASH, "2", one, other]).collect();
@@ -57,18 +58,18 @@ async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Doc
     let commands: Vec<&[&str]> =
         std::iter::once(&load[..]).chain(reads.iter().map(|words| &words[..])).collect();
     let Ok(replies) = node.ask_all(&commands).await else { return };
-    let mut found = Found::of(&replies);
+    let mut found = PairCounts::of(&replies);
     for _ in 0..CONNECTIONS {
         if let Ok(replies) = node.store.ask_node_separately(node.address, &commands).await {
-            found.missing += Found::of(&replies).missing;
+            found.missing += PairCounts::of(&replies).missing;
         }
     }
     for finding in findings(&found) {
-        node.add(report, finding);
+        node.add(finding);
     }
 }
 
-impl Found {
+impl PairCounts {
     /// Counts the replies of EVALSHA after that of SCRIPT LOAD.
     fn of(replies: &[Reply]) -> Self {
         let mut found = Self::default();
@@ -92,7 +93,7 @@ impl Found {
     }
 }
 
-fn findings(found: &Found) -> Vec<Finding> {
+fn findings(found: &PairCounts) -> Vec<Finding> {
     let direct = "use the address of one server, or those of the sentinels or of a cluster";
     let mut findings = Vec::new();
     if found.missing > 0 {
@@ -140,9 +141,9 @@ mod tests {
             Reply::Error("NOSCRIPT No matching script.".to_owned()),
             Reply::Error("NOPERM no".to_owned()),
         ];
-        let expected = Found { complete: 1, missing: 2, separated: 1, without_script: 1 };
-        assert_eq!(Found::of(&replies), expected);
+        let expected = PairCounts { complete: 1, missing: 2, separated: 1, without_script: 1 };
+        assert_eq!(PairCounts::of(&replies), expected);
         assert_eq!(findings(&expected).len(), 3);
-        assert_eq!(findings(&Found::default()), Vec::new());
+        assert_eq!(findings(&PairCounts::default()), Vec::new());
     }
 }

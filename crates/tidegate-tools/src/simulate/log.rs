@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context as _, bail};
+use clap::builder::FalseyValueParser;
 
 use self::file::LogFile;
 use self::record::Record;
@@ -26,7 +27,7 @@ const MAX_EXAMPLES: usize = 5;
 
 /// Format of the lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum LogFormat {
+pub enum LogFileFormat {
     /// By the first lines of each file
     #[default]
     Auto,
@@ -39,13 +40,22 @@ pub enum LogFormat {
 }
 
 /// Access logs to read.
-#[derive(Debug, Clone)]
+#[derive(Debug, clap::Args)]
 pub struct AccessLogs {
-    /// `-` is the standard input.
-    pub files: Vec<PathBuf>,
-    pub format: LogFormat,
-    /// Whether a bad line is an error.
-    pub strict: bool,
+    /// Replay access logs; - is the standard input. They may be compressed with gzip or zstd, and
+    /// several are merged by time
+    #[arg(long = "access-log", value_name = "FILE", env = "TIDEGATE_SIMULATE_ACCESS_LOG")]
+    #[arg(id = "access_log", num_args = 1..)]
+    files: Vec<PathBuf>,
+
+    /// Format of the access logs
+    #[arg(long = "access-log-format", value_name = "FORMAT", default_value = "auto")]
+    #[arg(env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT")]
+    format: LogFileFormat,
+
+    /// Stop at the first line that is not a request
+    #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
+    strict: bool,
 }
 
 /// Counts of the lines.
@@ -121,7 +131,7 @@ impl LogReader {
                 None => _ = std::collections::binary_heap::PeekMut::pop(head),
             }
         }
-        let files = self.files.iter().map(LogFile::name).collect::<Vec<_>>().join(", ");
+        let files = self.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>().join(", ");
         let counts = self.counts();
         match counts.examples.first() {
             _ if requests > 0 => Ok(counts),

@@ -1,4 +1,4 @@
-//! [`Report`]: the result of a simulation, as tables and as JSON.
+//! [`SimulationReport`]: the result of a simulation, as tables and as JSON.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tidegate::Quota;
 use tidegate_config::duration::readable;
 
 use super::log::LineCounts;
-use super::run::Run;
+use super::run::VariantRun;
 use super::series::Series;
 use super::tally::{HEAVIEST_KEYS, PolicyTally};
 use super::what_if::Comparison;
@@ -51,22 +51,22 @@ impl TrafficSummary {
 }
 
 /// Result of a simulation.
-pub struct Report {
-    pub(super) runs: Vec<Run>,
+pub struct SimulationReport {
+    pub(super) runs: Vec<VariantRun>,
     pub(super) comparison: Option<Comparison>,
     pub(super) traffic: TrafficSummary,
 }
 
-impl Report {
+impl SimulationReport {
     /// Returns whether no policy of a configuration applied to any request, with its name.
     pub fn unmatched(&self) -> Option<&str> {
-        let is_unmatched = |run: &&Run| run.counts.unlimited == run.counts.requests;
+        let is_unmatched = |run: &&VariantRun| run.counts.unlimited == run.counts.requests;
         self.runs.iter().find(is_unmatched).map(|run| run.name.as_str())
     }
 
     /// Returns the first error, if no request could be decided.
     pub fn undecided(&self) -> Option<&str> {
-        let is_undecided = |run: &&Run| run.counts.errors == run.counts.requests;
+        let is_undecided = |run: &&VariantRun| run.counts.errors == run.counts.requests;
         let run = self.runs.iter().find(is_undecided)?;
         run.counts.error_examples.first().map(String::as_str)
     }
@@ -180,7 +180,7 @@ impl Report {
                     worst,
                     grouped(tally.over),
                     grouped(tally.under),
-                    grouped(tally.key_count() as u64),
+                    grouped(tally.keys.len() as u64),
                     grouped(tally.denied_keys() as u64),
                     bytes(tally.memory_bytes()),
                 ]);
@@ -206,15 +206,16 @@ impl Report {
                 numbers.extend(names.map(|name| format!("denied: {name}")));
             }
             let mut table = TextTable::new(&["key"], &numbers);
-            for heavy in tally.heaviest_keys() {
-                let mut row =
-                    vec![shown(&heavy.shown, MAX_KEY_CHARACTERS), grouped(heavy.requests)];
+            for (key, heavy) in tally.heaviest_keys() {
+                let shown = shown(&tally.shown(key), MAX_KEY_CHARACTERS);
+                let mut row = vec![shown, grouped(heavy.requests)];
                 if others.is_empty() {
                     row.push(grouped(heavy.admitted));
                 }
                 row.push(grouped(heavy.denied));
-                let denied =
-                    |tally: &PolicyTally| grouped(tally.denied_of(&heavy.key).unwrap_or_default());
+                let denied = |tally: &PolicyTally| {
+                    grouped(tally.keys.get(key).map_or(0, |tally| tally.denied))
+                };
                 row.extend(
                     others.iter().map(|(_, tally)| tally.map_or_else(|| "-".to_owned(), denied)),
                 );
@@ -240,7 +241,7 @@ impl Report {
             output,
             "{} requests of {} keys would newly be denied, {} newly admitted",
             grouped(comparison.newly_denied),
-            grouped(comparison.key_count() as u64),
+            grouped(comparison.keys.len() as u64),
             grouped(comparison.newly_admitted)
         )?;
         if comparison.other_errors > 0 {
@@ -293,12 +294,12 @@ impl Report {
             report["what_if"] = json!({
                 "newly_denied": comparison.newly_denied,
                 "newly_admitted": comparison.newly_admitted,
-                "keys": comparison.key_count(),
+                "keys": comparison.keys.len(),
                 "heaviest_keys": keys.collect::<Vec<_>>(),
                 "newly_denied_over_time": comparison.series.as_ref().map(|series| json!({
-                    "start": utc(series.start()),
-                    "bin_ms": millis(series.width()),
-                    "requests": series.bins().iter().map(|bin| bin.denied).collect::<Vec<_>>(),
+                    "start": utc(series.start),
+                    "bin_ms": millis(series.width),
+                    "requests": series.bins.iter().map(|bin| bin.denied).collect::<Vec<_>>(),
                 })),
             });
         }
@@ -306,7 +307,7 @@ impl Report {
     }
 }
 
-fn run_json(run: &Run) -> Value {
+fn run_json(run: &VariantRun) -> Value {
     let counts = &run.counts;
     json!({
         "name": run.name,
@@ -323,9 +324,9 @@ fn run_json(run: &Run) -> Value {
 }
 
 fn policy_json(tally: &PolicyTally) -> Value {
-    let heavy = tally.heaviest_keys().into_iter().map(|heavy| {
+    let heavy = tally.heaviest_keys().into_iter().map(|(key, heavy)| {
         json!({
-            "key": heavy.shown,
+            "key": tally.shown(key),
             "requests": heavy.requests,
             "admitted": heavy.admitted,
             "denied": heavy.denied,
@@ -355,31 +356,31 @@ fn policy_json(tally: &PolicyTally) -> Value {
         "over_admitted_units": tally.over_units,
         "under_admitted": tally.under,
         "under_admitted_units": tally.under_units,
-        "keys": tally.key_count(),
+        "keys": tally.keys.len(),
         "denied_keys": tally.denied_keys(),
         "heaviest_keys": heavy.collect::<Vec<_>>(),
-        "peak_keys": tally.peak_keys(),
-        "peak_log_entries": tally.peak_log_entries(),
+        "peak_keys": tally.live_keys.peak,
+        "peak_log_entries": tally.live_entries.peak,
         "memory_bytes": tally.memory_bytes(),
         "over_time": series_json(&tally.series),
     })
 }
 
 fn series_json(series: &Series) -> Value {
-    let bins = series.bins();
+    let bins = &series.bins;
     json!({
-        "start": utc(series.start()),
-        "bin_ms": millis(series.width()),
+        "start": utc(series.start),
+        "bin_ms": millis(series.width),
         "admitted": bins.iter().map(|bin| bin.admitted).collect::<Vec<_>>(),
         "denied": bins.iter().map(|bin| bin.denied).collect::<Vec<_>>(),
     })
 }
 
-pub(super) fn tally_of<'r>(run: &'r Run, policy: &str) -> Option<&'r PolicyTally> {
+pub(super) fn tally_of<'r>(run: &'r VariantRun, policy: &str) -> Option<&'r PolicyTally> {
     run.counts.policies.iter().find(|tally| tally.name == policy)
 }
 
-fn shown_key(run: &Run, policy: &str, key: &str) -> String {
+fn shown_key(run: &VariantRun, policy: &str, key: &str) -> String {
     if key.is_empty() {
         return "(missing)".to_owned();
     }

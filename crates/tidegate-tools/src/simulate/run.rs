@@ -1,4 +1,4 @@
-//! [`Run`]: the decisions of one configuration on the traffic, and their counts.
+//! [`VariantRun`]: the decisions of one configuration on the traffic, and their counts.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -20,10 +20,10 @@ const MAX_ERROR_EXAMPLES: usize = 3;
 
 /// One configuration with its own store.
 #[derive(Debug)]
-pub struct Run {
+pub struct VariantRun {
     pub(super) name: String,
     clock: VirtualClock,
-    limiter: PolicyLimiter,
+    pub(super) limiter: PolicyLimiter,
     client_ip: ClientIp,
     pub(super) counts: RunCounts,
 }
@@ -46,40 +46,10 @@ pub(super) struct RunCounts {
     by_name: HashMap<String, usize>,
 }
 
-/// Result of one request.
-#[derive(Debug)]
-pub struct Outcome<'a> {
-    pub(super) result: Result<PolicyDecisions<'a>, QueryError>,
-}
+/// Decisions of one request.
+pub type ReplayResult<'a> = Result<PolicyDecisions<'a>, QueryError>;
 
-/// Result of one request, without its decisions.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Verdict {
-    Admitted,
-    /// Policy and key that deny the request; the key is empty if the request lacks it.
-    Denied {
-        policy: String,
-        key: String,
-    },
-    Error,
-}
-
-impl Outcome<'_> {
-    pub(super) fn verdict(&self) -> Verdict {
-        match &self.result {
-            Err(_) => Verdict::Error,
-            Ok(decisions) => match decisions.denied_by() {
-                None => Verdict::Admitted,
-                Some(entry) => Verdict::Denied {
-                    policy: entry.policy().to_owned(),
-                    key: entry.key().unwrap_or_default().to_owned(),
-                },
-            },
-        }
-    }
-}
-
-impl Run {
+impl VariantRun {
     pub(super) fn new(variant: Variant) -> Self {
         let clock = VirtualClock::default();
         // A full store would evict keys by chance; the report has the memory that it needs.
@@ -97,13 +67,8 @@ impl Run {
         }
     }
 
-    /// Starts the counts over time.
-    pub(super) fn start_at(&mut self, time: u64) {
-        self.counts.start(time, &self.limiter);
-    }
-
     /// Decides a request at its time.
-    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> Outcome<'_> {
+    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayResult<'_> {
         let now = request.time();
         self.clock.set(now);
         let attributes = RequestAttributes {
@@ -119,12 +84,13 @@ impl Run {
             self.counts.start(now, &self.limiter);
         }
         self.counts.record(now, &result);
-        Outcome { result }
+        result
     }
 }
 
 impl RunCounts {
-    fn start(&mut self, now: u64, limiter: &PolicyLimiter) {
+    /// Starts the counts over time.
+    pub(super) fn start(&mut self, now: u64, limiter: &PolicyLimiter) {
         self.series = Some(Series::new(now));
         for (index, policy) in limiter.policies().iter().enumerate() {
             self.by_name.insert(policy.name().to_owned(), index);
@@ -132,7 +98,7 @@ impl RunCounts {
         }
     }
 
-    fn record(&mut self, now: u64, result: &Result<PolicyDecisions<'_>, QueryError>) {
+    fn record(&mut self, now: u64, result: &ReplayResult<'_>) {
         self.requests += 1;
         let decisions = match result {
             Ok(decisions) => decisions,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tidegate_config::duration::readable;
 
-use super::report::{Report, limit, utc};
+use super::report::{SimulationReport, limit, utc};
 use super::series::{Bin, Series};
 use super::tally::PolicyTally;
 use crate::tool::text::grouped;
@@ -73,7 +73,7 @@ struct Scale {
 }
 
 /// Returns the picture of a report.
-pub fn draw(report: &Report) -> String {
+pub fn draw(report: &SimulationReport) -> String {
     let (start, end) = report.traffic.period();
     let span = (end - start).max(1);
     let panels = panels(report, span);
@@ -123,7 +123,7 @@ pub fn draw(report: &Report) -> String {
 }
 
 /// Returns the panels, with bins of the same width. `span` is the length of the traffic.
-fn panels(report: &Report, span: u64) -> Vec<Panel<'_>> {
+fn panels(report: &SimulationReport, span: u64) -> Vec<Panel<'_>> {
     let has_variants = report.runs.len() > 1;
     let mut panels = Vec::new();
     for run in &report.runs {
@@ -148,7 +148,7 @@ fn panels(report: &Report, span: u64) -> Vec<Panel<'_>> {
         panels.retain(|panel| panel.tally.requests >= least);
         panels.truncate(MAX_PANELS);
     }
-    let widest = panels.iter().map(|panel| panel.series.width()).max().unwrap_or_default();
+    let widest = panels.iter().map(|panel| panel.series.width).max().unwrap_or_default();
     let is_accepted = |width| width >= widest && span.div_ceil(width) <= MAX_BARS;
     for panel in &mut panels {
         panel.series.widen_until(is_accepted);
@@ -160,12 +160,12 @@ impl Panel<'_> {
     /// Returns the most requests in a bin.
     fn highest(&self) -> u64 {
         let requests = |bin: &Bin| bin.admitted + bin.denied;
-        self.series.bins().iter().map(requests).max().unwrap_or(0).max(1)
+        self.series.bins.iter().map(requests).max().unwrap_or(0).max(1)
     }
 
     /// Returns the highest part of a limit that was admitted, in thousandths.
     fn peak(&self) -> u64 {
-        self.series.bins().iter().map(|bin| bin.peak).max().unwrap_or(0)
+        self.series.bins.iter().map(|bin| bin.peak).max().unwrap_or(0)
     }
 
     /// Returns the times after the start at which a window aligned to the clock begins, unless
@@ -191,10 +191,10 @@ impl Panel<'_> {
             grouped(tally.under)
         );
         text(svg, LEFT, top + 32.0, "muted", &counts);
-        let bins = series.bins();
-        let bin_count = span.div_ceil(series.width()).max(bins.len() as u64);
+        let bins = &series.bins;
+        let bin_count = span.div_ceil(series.width).max(bins.len() as u64);
         let step = PLOT_WIDTH / bin_count as f64;
-        let time_scale = PLOT_WIDTH / (bin_count * series.width()) as f64;
+        let time_scale = PLOT_WIDTH / (bin_count * series.width) as f64;
         for time in self.boundaries(start, span) {
             let x = LEFT + time as f64 * time_scale;
             vertical(svg, x, top + TITLE, top + PANEL - AXIS);
@@ -202,8 +202,8 @@ impl Panel<'_> {
 
         let base = top + TITLE + REQUESTS;
         let scale = REQUESTS / highest as f64;
-        grid(svg, base);
-        let per_second = highest as f64 * 1e6 / series.width() as f64;
+        horizontal(svg, "grid", base);
+        let per_second = highest as f64 * 1e6 / series.width as f64;
         text(svg, LEFT - 6.0, base - REQUESTS + 10.0, "muted end", &rounded(per_second));
         text(svg, LEFT - 6.0, base - REQUESTS + 24.0, "muted end", "per s");
         // Admitted requests cover the lower part of the bars behind them.
@@ -215,15 +215,11 @@ impl Panel<'_> {
         // Room for the caption.
         let scale = (WINDOW - 14.0) / peak as f64;
         let line = base - 1_000.0 * scale;
-        grid(svg, base);
+        horizontal(svg, "grid", base);
         let over = |bin: &Bin| if bin.peak > 1_000 { bin.peak } else { 0 };
         bars(svg, "over", bins, step, base, |bin| over(bin) as f64 * scale);
         bars(svg, "admitted", bins, step, base, |bin| bin.peak.min(1_000) as f64 * scale);
-        let end = LEFT + PLOT_WIDTH;
-        let _ = writeln!(
-            svg,
-            "<line class=\"limit\" x1=\"{LEFT}\" y1=\"{line:.1}\" x2=\"{end}\" y2=\"{line:.1}\"/>"
-        );
+        horizontal(svg, "limit", line);
         text(svg, LEFT - 6.0, line + 4.0, "muted end", &rounded(tally.quota.limit() as f64));
         let caption = base - WINDOW + 6.0;
         text(svg, LEFT, caption, "limit-text", &format!("limit {quota}"));
@@ -288,11 +284,11 @@ fn vertical(svg: &mut String, x: f64, top: f64, bottom: f64) {
     let _ = writeln!(svg, "<path class=\"boundary\" d=\"M{x} {top}V{bottom}\"/>");
 }
 
-fn grid(svg: &mut String, y: f64) {
+fn horizontal(svg: &mut String, class: &str, y: f64) {
     let end = LEFT + PLOT_WIDTH;
     let _ = writeln!(
         svg,
-        "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>"
+        "<line class=\"{class}\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>"
     );
 }
 

@@ -37,9 +37,11 @@ pub(super) struct PolicyTally {
     pub(super) under_units: u64,
     pub(super) worst: Option<WorstWindow>,
     pub(super) series: Series,
-    keys: HashMap<String, KeyTally>,
-    live_keys: Live,
-    live_entries: Live,
+    pub(super) keys: HashMap<String, KeyTally>,
+    /// Keys that count at the same time.
+    pub(super) live_keys: LiveCount,
+    /// Requests that sliding logs hold at the same time.
+    pub(super) live_entries: LiveCount,
 }
 
 /// Window in which a key was admitted most units, as a part of its limit.
@@ -52,22 +54,12 @@ pub(super) struct WorstWindow {
     pub(super) time: u64,
 }
 
-/// Key with many requests.
-#[derive(Debug)]
-pub(super) struct HeavyKey {
-    pub(super) key: String,
-    /// Key as operators see it.
-    pub(super) shown: String,
+/// Counts of one key.
+#[derive(Debug, Default)]
+pub(super) struct KeyTally {
     pub(super) requests: u64,
     pub(super) admitted: u64,
     pub(super) denied: u64,
-}
-
-#[derive(Debug, Default)]
-struct KeyTally {
-    requests: u64,
-    admitted: u64,
-    denied: u64,
     /// Time until which the key counts; 0 if it never did.
     expires_at: u64,
     window: ExactWindow,
@@ -120,8 +112,8 @@ impl PolicyTally {
             worst: None,
             series: Series::new(start),
             keys: HashMap::new(),
-            live_keys: Live::default(),
-            live_entries: Live::default(),
+            live_keys: LiveCount::default(),
+            live_entries: LiveCount::default(),
         }
     }
 
@@ -181,23 +173,13 @@ impl PolicyTally {
         }
     }
 
-    /// Returns the number of keys.
-    pub(super) fn key_count(&self) -> usize {
-        self.keys.len()
-    }
-
     /// Returns the number of keys with a denial.
     pub(super) fn denied_keys(&self) -> usize {
         self.keys.values().filter(|tally| tally.denied > 0).count()
     }
 
-    /// Returns the number of denied requests of a key.
-    pub(super) fn denied_of(&self, key: &str) -> Option<u64> {
-        self.keys.get(key).map(|tally| tally.denied)
-    }
-
     /// Returns the keys with most requests, the heaviest first.
-    pub(super) fn heaviest_keys(&self) -> Vec<HeavyKey> {
+    pub(super) fn heaviest_keys(&self) -> Vec<(&String, &KeyTally)> {
         let mut keys: Vec<(&String, &KeyTally)> = self.keys.iter().collect();
         // The key makes the order of equal ones the same in each run.
         let order = |a: &(&String, &KeyTally), b: &(&String, &KeyTally)| {
@@ -208,14 +190,7 @@ impl PolicyTally {
             keys.truncate(HEAVIEST_KEYS);
         }
         keys.sort_unstable_by(order);
-        let heavy = |(key, tally): (&String, &KeyTally)| HeavyKey {
-            key: key.clone(),
-            shown: self.shown(key),
-            requests: tally.requests,
-            admitted: tally.admitted,
-            denied: tally.denied,
-        };
-        keys.into_iter().map(heavy).collect()
+        keys
     }
 
     /// Returns a key as operators see it: one that is a credential, as its hash.
@@ -226,19 +201,9 @@ impl PolicyTally {
         }
     }
 
-    /// Returns the highest number of keys that counted at the same time.
-    pub(super) fn peak_keys(&self) -> u64 {
-        self.live_keys.peak
-    }
-
-    /// Returns the highest number of requests that sliding logs held at the same time.
-    pub(super) fn peak_log_entries(&self) -> u64 {
-        self.live_entries.peak
-    }
-
     /// Returns the estimated size of the counts in a memory store, in bytes.
     pub(super) fn memory_bytes(&self) -> u64 {
-        self.peak_keys() * KEY_BYTES + self.peak_log_entries() * LOG_ENTRY_BYTES
+        self.live_keys.peak * KEY_BYTES + self.live_entries.peak * LOG_ENTRY_BYTES
     }
 }
 
@@ -259,9 +224,9 @@ fn lifetime(quota: &Quota) -> u64 {
 /// Number of things that live until a time, with its peak. Expiries are counted in time slots,
 /// which are at most a 1,024th of the longest life.
 #[derive(Debug, Default)]
-struct Live {
+pub(super) struct LiveCount {
     count: u64,
-    peak: u64,
+    pub(super) peak: u64,
     /// A slot is 2^shift microseconds.
     slot_shift: u32,
     /// First slot of `expiries`.
@@ -269,7 +234,7 @@ struct Live {
     expiries: VecDeque<u64>,
 }
 
-impl Live {
+impl LiveCount {
     /// Counts one thing until `until`, which counted until `before`, or not at all.
     fn extend(&mut self, now: u64, before: u64, until: u64) {
         self.expire(now);
@@ -342,7 +307,7 @@ mod tests {
 
     #[test]
     fn peak_of_live_things_is_that_of_a_list() {
-        let mut live = Live::default();
+        let mut live = LiveCount::default();
         let mut expiries: Vec<u64> = vec![0; 50];
         let (mut now, mut seed, mut peak) = (1_000_000_u64, 7_u64, 0);
         for _ in 0..20_000 {

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use super::run::Verdict;
+use super::run::ReplayResult;
 use super::series::Series;
 
 /// Requests that the current configuration and another one decide differently.
@@ -15,7 +15,9 @@ pub(super) struct Comparison {
     pub(super) other_errors: u64,
     /// Requests that are newly denied, as `denied` of the bins.
     pub(super) series: Option<Series>,
-    keys: HashMap<(String, String), NewDenials>,
+    /// Policies and keys with a request that is newly denied; a key is empty if the request lacks
+    /// it.
+    pub(super) keys: HashMap<(String, String), NewDenials>,
 }
 
 /// Requests of one key that are newly denied.
@@ -27,31 +29,31 @@ pub(super) struct NewDenials {
 }
 
 impl Comparison {
-    pub(super) fn record(&mut self, now: u64, current: &Verdict, other: &Verdict) {
+    pub(super) fn record(
+        &mut self,
+        now: u64,
+        current: &ReplayResult<'_>,
+        other: &ReplayResult<'_>,
+    ) {
         let series = self.series.get_or_insert_with(|| Series::new(now));
         match (current, other) {
-            (Verdict::Admitted, Verdict::Denied { policy, key }) => {
-                series.at(now).denied += 1;
-                self.newly_denied += 1;
-                let name = (policy.clone(), key.clone());
-                let denials = self.keys.entry(name).or_insert(NewDenials {
-                    requests: 0,
-                    first: now,
-                    last: now,
-                });
-                denials.requests += 1;
-                denials.last = now;
-            }
-            (Verdict::Denied { .. }, Verdict::Admitted) => self.newly_admitted += 1,
-            (Verdict::Error, Verdict::Error) => {}
-            (Verdict::Error, _) | (_, Verdict::Error) => self.other_errors += 1,
-            _ => {}
+            (Ok(current), Ok(other)) => match (current.denied_by(), other.denied_by()) {
+                (None, Some(denial)) => {
+                    series.at(now).denied += 1;
+                    self.newly_denied += 1;
+                    let key = denial.key().unwrap_or_default();
+                    let name = (denial.policy().to_owned(), key.to_owned());
+                    let new = NewDenials { requests: 0, first: now, last: now };
+                    let denials = self.keys.entry(name).or_insert(new);
+                    denials.requests += 1;
+                    denials.last = now;
+                }
+                (Some(_), None) => self.newly_admitted += 1,
+                _ => {}
+            },
+            (Err(_), Err(_)) => {}
+            _ => self.other_errors += 1,
         }
-    }
-
-    /// Returns the number of keys with a request that is newly denied.
-    pub(super) fn key_count(&self) -> usize {
-        self.keys.len()
     }
 
     /// Returns the keys with most such requests: policy, key and counts.

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use tidegate::{Policy, Quota};
 use tidegate_config::duration;
 
-use super::{Chosen, KEY};
-use crate::bench::keys::{Distribution, KeySpace};
+use super::Chosen;
+use crate::bench::keys::{KEY, KeyDistribution, KeySpace};
 use crate::bench::open_loop::OpenLoop;
 use crate::bench::{Arrivals, LoadPlan, Pace};
 use crate::cli::quota::QuotaFlags;
@@ -77,10 +77,8 @@ pub(super) struct TargetFlags {
     pub(super) ca: Option<PathBuf>,
 
     /// Connections to --grpc, which requests share. --http has one for each request in flight
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_CONNECTIONS", default_value = "8",
-        value_parser = count::<1_000>
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_CONNECTIONS")]
+    #[arg(default_value = "8", value_parser = count::<1_000>)]
     pub(super) connections: usize,
 }
 
@@ -115,16 +113,12 @@ pub(super) struct LoadFlags {
     arrivals: Arrivals,
 
     /// Maximum number of requests in flight in an open loop: further ones are sent late
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_MAX_IN_FLIGHT", default_value = "1000",
-        value_parser = count::<100_000>
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_MAX_IN_FLIGHT")]
+    #[arg(default_value = "1000", value_parser = count::<100_000>)]
     max_in_flight: usize,
 
     /// Closed loop: callers that each wait for their answer [default: 64]
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_CONCURRENCY", value_parser = count::<10_000>
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_CONCURRENCY", value_parser = count::<10_000>)]
     concurrency: Option<usize>,
 
     /// Length of the measurement [default: 10s, or until all --requests are sent]
@@ -140,10 +134,8 @@ pub(super) struct LoadFlags {
     warmup: Option<Duration>,
 
     /// Timeout of a request
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "5s",
-        value_parser = duration::parse
-    )]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT")]
+    #[arg(default_value = "5s", value_parser = duration::parse)]
     pub(super) timeout: Duration,
 
     /// Number of keys
@@ -152,7 +144,7 @@ pub(super) struct LoadFlags {
 
     /// How requests are spread over the keys
     #[arg(long, value_name = "KIND", env = "TIDEGATE_DISTRIBUTION", default_value = "uniform")]
-    distribution: Distribution,
+    distribution: KeyDistribution,
 
     /// Exponent of Zipf's law, for --distribution zipf [default: 1]
     #[arg(long, value_name = "S", env = "TIDEGATE_ZIPF")]
@@ -171,7 +163,10 @@ impl LoadFlags {
             "--keys {keys} is out of range: it must be from 1 to {MAX_KEYS}"
         );
         if let Some(zipf) = zipf {
-            ensure!(*distribution == Distribution::Zipf, "--zipf is only for --distribution zipf");
+            ensure!(
+                *distribution == KeyDistribution::Zipf,
+                "--zipf is only for --distribution zipf"
+            );
             ensure!(
                 *zipf > 0.0 && *zipf <= MAX_ZIPF,
                 "--zipf {zipf} is out of range: it must be above 0, and at most {MAX_ZIPF}"
@@ -232,7 +227,7 @@ impl LoadFlags {
 
     /// Checks that the requests contain the key, unless there is only one.
     pub(super) fn check_key(&self, flag: &str, has_key: bool) -> anyhow::Result<()> {
-        let is_one = self.keys == 1 || self.distribution == Distribution::Hot;
+        let is_one = self.keys == 1 || self.distribution == KeyDistribution::Hot;
         ensure!(
             has_key || is_one,
             "no {flag} contains {KEY}, so all requests have the same key: write NAME={KEY}, or \
@@ -308,8 +303,8 @@ impl LoadPolicyFlags {
         if let Some(burst) = self.quota.burst {
             body["burst"] = json!(burst);
         }
-        if let Some(encoding) = &self.quota.encoding {
-            body["encoding"] = json!(encoding);
+        if let Some(encoding) = self.quota.encoding {
+            body["encoding"] = json!(encoding.as_str());
         }
         body
     }
