@@ -1,7 +1,7 @@
 //! `tidegate plan`: what a number of users and requests costs on Redis.
 //!
 //! [`costs`] has the costs of one key and of one decision, which [`measure`] measures; this file
-//! multiplies them. Each assumption is in [`Plan`], so that it is shown beside the result.
+//! multiplies them. Each assumption is in [`CapacityPlan`], so that it is shown beside the result.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ pub(crate) struct Demand {
 
 /// Servers and clients of Redis.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub(crate) struct Deployment {
+pub(crate) struct RedisDeployment {
     /// Memory of one Redis server.
     pub(crate) node_memory_bytes: u64,
     /// Share of the memory and of the CPU that stays free.
@@ -71,11 +71,11 @@ pub(crate) struct Form {
 
 /// Result for all forms, with its assumptions.
 #[derive(Debug, Serialize)]
-pub(crate) struct Plan {
+pub(crate) struct CapacityPlan {
     #[serde(flatten)]
     pub(crate) demand: Demand,
     #[serde(flatten)]
-    pub(crate) deployment: Deployment,
+    pub(crate) deployment: RedisDeployment,
     pub(crate) fragmentation: f64,
     pub(crate) expired_keys: f64,
     /// CPU time of a call of an empty script, with that for its connection.
@@ -195,7 +195,7 @@ impl Demand {
     }
 }
 
-impl Plan {
+impl CapacityPlan {
     /// Computes the plan by these costs.
     ///
     /// # Errors
@@ -203,7 +203,7 @@ impl Plan {
     /// No form supports the limit and the window.
     pub(crate) fn new(
         demand: Demand,
-        deployment: Deployment,
+        deployment: RedisDeployment,
         costs: &Costs,
         measured: bool,
     ) -> Result<Self, QuotaError> {
@@ -240,7 +240,7 @@ impl Plan {
 
 impl Need {
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn new(form: Form, demand: &Demand, deployment: &Deployment, costs: &Costs) -> Self {
+    fn new(form: Form, demand: &Demand, deployment: &RedisDeployment, costs: &Costs) -> Self {
         let keys = demand.keys(form);
         let requests = demand.requests_per_key();
         let cost = |requests: f64| costs.at(form, requests, demand.window);
@@ -358,11 +358,11 @@ mod tests {
         Demand { users, limit: 100, window: Duration::from_secs(10), rps, active: None }
     }
 
-    fn plan(demand: Demand, node_memory_bytes: u64) -> Plan {
+    fn plan(demand: Demand, node_memory_bytes: u64) -> CapacityPlan {
         let costs = Costs::checked_in().expect("valid");
         let key_bytes = costs::KEY_BYTES;
-        let deployment = Deployment { node_memory_bytes, headroom: 0.3, batch: 1, key_bytes };
-        Plan::new(demand, deployment, &costs, false).expect("a valid limit")
+        let deployment = RedisDeployment { node_memory_bytes, headroom: 0.3, batch: 1, key_bytes };
+        CapacityPlan::new(demand, deployment, &costs, false).expect("a valid limit")
     }
 
     #[test]

@@ -23,8 +23,8 @@ mod tally;
 pub(crate) mod variants;
 mod what_if;
 
-pub(crate) use report::{Report, TrafficSummary};
-pub(crate) use run::{Outcome, Run};
+pub(crate) use report::{SimulationReport, TrafficSummary};
+pub(crate) use run::{ReplayOutcome, VariantRun};
 pub(crate) use svg::draw;
 
 /// Request of the traffic. Its attributes are those of the gateway, except for `ip`.
@@ -49,13 +49,13 @@ pub(crate) struct Variant {
 
 /// Variants of a configuration that decide the same traffic.
 pub(crate) struct Simulation {
-    runs: Vec<Run>,
+    runs: Vec<VariantRun>,
     comparison: Option<Comparison>,
 }
 
 impl Simulation {
     pub(crate) fn new(variants: Vec<Variant>) -> Self {
-        Self { runs: variants.into_iter().map(Run::new).collect(), comparison: None }
+        Self { runs: variants.into_iter().map(VariantRun::new).collect(), comparison: None }
     }
 
     /// Creates a simulation that compares two configurations request by request.
@@ -75,7 +75,7 @@ impl Simulation {
     pub(crate) fn decide(
         &mut self,
         request: &impl TrafficRequest,
-        on_outcome: impl FnOnce(&Outcome<'_>),
+        on_outcome: impl FnOnce(&ReplayOutcome<'_>),
     ) {
         let [first, others @ ..] = &mut self.runs[..] else { return };
         let outcome = first.decide(request);
@@ -94,7 +94,7 @@ impl Simulation {
         }
     }
 
-    pub(crate) fn into_report(self, traffic: TrafficSummary) -> Report {
-        Report { runs: self.runs, comparison: self.comparison, traffic }
+    pub(crate) fn into_report(self, traffic: TrafficSummary) -> SimulationReport {
+        SimulationReport { runs: self.runs, comparison: self.comparison, traffic }
     }
 }

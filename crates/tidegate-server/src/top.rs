@@ -12,7 +12,7 @@ use self::client::EventStream;
 use self::data::{Lookup, View};
 use self::events::ServerEvent;
 use self::line::{DIM, PLAIN, ScreenLine};
-use self::terminal::{Key, Screen};
+use self::terminal::{KeyPress, Screen};
 use crate::tool::style;
 
 mod client;
@@ -74,7 +74,7 @@ pub(crate) async fn run(client: AdminClient, options: TopOptions) -> anyhow::Res
     if options.json || !terminal::can_draw() {
         print_blocks(view, updates, options).await
     } else {
-        let mode = Mode::Overview;
+        let mode = ScreenMode::Overview;
         let session = ScreenSession { client, sender, view, options, mode, is_looking_up: false };
         session.run(updates).await
     }
@@ -174,7 +174,7 @@ async fn print_blocks(
 }
 
 /// Part of the screen below the status.
-enum Mode {
+enum ScreenMode {
     Overview,
     /// The user types a key.
     Prompt(String),
@@ -188,7 +188,7 @@ struct ScreenSession {
     sender: mpsc::Sender<Update>,
     view: View,
     options: TopOptions,
-    mode: Mode,
+    mode: ScreenMode,
     /// Whether a request for a key has no answer yet.
     is_looking_up: bool,
 }
@@ -214,8 +214,8 @@ impl ScreenSession {
                     true
                 }
                 key = keys.recv(), if has_keys => match key {
-                    Some(Key::Interrupt) => return Ok(()),
-                    Some(Key::Character('q' | 'Q')) if !self.is_typing() => return Ok(()),
+                    Some(KeyPress::Interrupt) => return Ok(()),
+                    Some(KeyPress::Character('q' | 'Q')) if !self.is_typing() => return Ok(()),
                     Some(key) => {
                         self.press(key);
                         true
@@ -238,7 +238,7 @@ impl ScreenSession {
     }
 
     fn is_typing(&self) -> bool {
-        matches!(self.mode, Mode::Prompt(_))
+        matches!(self.mode, ScreenMode::Prompt(_))
     }
 
     /// Applies an update. Returns whether it must be shown at once.
@@ -256,41 +256,41 @@ impl ScreenSession {
             Update::LookedUp(key, result) => {
                 self.is_looking_up = false;
                 match &mut self.mode {
-                    Mode::Key(shown, answer) if *shown == key => *answer = Some(result),
+                    ScreenMode::Key(shown, answer) if *shown == key => *answer = Some(result),
                     // The user has typed another key meanwhile.
-                    Mode::Key(..) => self.look_up(),
-                    Mode::Overview | Mode::Prompt(_) => {}
+                    ScreenMode::Key(..) => self.look_up(),
+                    ScreenMode::Overview | ScreenMode::Prompt(_) => {}
                 }
                 Ok(true)
             }
         }
     }
 
-    fn press(&mut self, key: Key) {
+    fn press(&mut self, key: KeyPress) {
         match (&mut self.mode, key) {
-            (Mode::Prompt(text), Key::Character(character))
+            (ScreenMode::Prompt(text), KeyPress::Character(character))
                 if text.chars().count() < MAX_KEY_CHARS =>
             {
                 text.push(character);
             }
-            (Mode::Prompt(_), Key::Character(_)) => {}
-            (Mode::Prompt(text), Key::Backspace) => {
+            (ScreenMode::Prompt(_), KeyPress::Character(_)) => {}
+            (ScreenMode::Prompt(text), KeyPress::Backspace) => {
                 text.pop();
             }
-            (Mode::Prompt(text), Key::Clear) => text.clear(),
-            (Mode::Prompt(text), Key::Enter) if !text.is_empty() => {
-                self.mode = Mode::Key(std::mem::take(text), None);
+            (ScreenMode::Prompt(text), KeyPress::Clear) => text.clear(),
+            (ScreenMode::Prompt(text), KeyPress::Enter) if !text.is_empty() => {
+                self.mode = ScreenMode::Key(std::mem::take(text), None);
                 self.look_up();
             }
-            (_, Key::Escape | Key::Enter) => self.mode = Mode::Overview,
-            (_, Key::Character('/' | 'k')) => self.mode = Mode::Prompt(String::new()),
+            (_, KeyPress::Escape | KeyPress::Enter) => self.mode = ScreenMode::Overview,
+            (_, KeyPress::Character('/' | 'k')) => self.mode = ScreenMode::Prompt(String::new()),
             _ => {}
         }
     }
 
     /// Asks for the key that is shown, unless a request is in flight.
     fn look_up(&mut self) {
-        let Mode::Key(key, _) = &self.mode else { return };
+        let ScreenMode::Key(key, _) = &self.mode else { return };
         if std::mem::replace(&mut self.is_looking_up, true) {
             return;
         }
@@ -303,26 +303,28 @@ impl ScreenSession {
 
     fn lines(&self, size: draw::Size) -> Vec<ScreenLine> {
         let body = match &self.mode {
-            Mode::Overview | Mode::Prompt(_) => None,
-            Mode::Key(key, None) => {
+            ScreenMode::Overview | ScreenMode::Prompt(_) => None,
+            ScreenMode::Key(key, None) => {
                 Some(vec![ScreenLine::labelled("key ").with(style::NOTE, key).with(DIM, "  …")])
             }
-            Mode::Key(_, Some(Ok(lookup))) => Some(sections::looked_up(lookup, size.columns)),
-            Mode::Key(key, Some(Err(error))) => Some(vec![
+            ScreenMode::Key(_, Some(Ok(lookup))) => Some(sections::looked_up(lookup, size.columns)),
+            ScreenMode::Key(key, Some(Err(error))) => Some(vec![
                 ScreenLine::labelled("key ").with(style::NOTE, key),
                 ScreenLine::default().with(style::ERROR, error),
             ]),
         };
         let footer = match &self.mode {
-            Mode::Overview => ScreenLine::default().with(DIM, "q quit   / look up a key"),
-            Mode::Prompt(text) => {
+            ScreenMode::Overview => ScreenLine::default().with(DIM, "q quit   / look up a key"),
+            ScreenMode::Prompt(text) => {
                 // The end of a long key is what the user types.
                 let room = size.columns.saturating_sub(8);
                 let start = text.chars().count().saturating_sub(room);
                 let end: String = text.chars().skip(start).collect();
                 ScreenLine::labelled("key: ").with(PLAIN, &end).with(style::NOTE, "_")
             }
-            Mode::Key(..) => ScreenLine::default().with(DIM, "q quit   / look up a key   Esc back"),
+            ScreenMode::Key(..) => {
+                ScreenLine::default().with(DIM, "q quit   / look up a key   Esc back")
+            }
         };
         draw::screen(&self.view, self.options.samples(), size, body.as_deref(), footer)
     }

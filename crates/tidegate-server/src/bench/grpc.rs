@@ -32,13 +32,13 @@ pub(crate) struct GrpcTarget {
     endpoint: Endpoint,
     uri: Uri,
     message: Template,
-    connections: Vec<Slot>,
+    connections: Vec<ConnectionSlot>,
     next: AtomicUsize,
 }
 
 /// Place of a connection.
 #[derive(Default)]
-struct Slot {
+struct ConnectionSlot {
     sender: Mutex<Option<SendRequest<Bytes>>>,
     /// Held while a connection is opened, so that there is only one.
     opening: tokio::sync::Mutex<()>,
@@ -98,7 +98,9 @@ impl GrpcTarget {
             endpoint,
             uri,
             message: Template::new(framed(&query.message()), &keys.placeholder()),
-            connections: std::iter::repeat_with(Slot::default).take(connections).collect(),
+            connections: std::iter::repeat_with(ConnectionSlot::default)
+                .take(connections)
+                .collect(),
             next: AtomicUsize::new(0),
         };
         let peek = Template::new(framed(&query.peek()), &keys.placeholder());
@@ -165,7 +167,7 @@ impl GrpcTarget {
 
     /// Returns the connection of a slot with room for a request, and opens it again if it was
     /// closed.
-    async fn connection(&self, slot: &Slot) -> Result<SendRequest<Bytes>, RequestError> {
+    async fn connection(&self, slot: &ConnectionSlot) -> Result<SendRequest<Bytes>, RequestError> {
         if let Some(sender) = slot.current()
             && let Ok(sender) = sender.ready().await
         {
@@ -193,7 +195,7 @@ impl GrpcTarget {
     }
 }
 
-impl Slot {
+impl ConnectionSlot {
     fn current(&self) -> Option<SendRequest<Bytes>> {
         self.sender.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -4,11 +4,11 @@ use std::fmt::Write as _;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 
-use crate::tool::random::{Random, Zipf};
+use crate::tool::random::{SeededRandom, Zipf};
 
 /// How requests are spread over the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Distribution {
+pub(crate) enum KeyDistribution {
     /// All keys alike
     Uniform,
     /// A few keys have most of the requests: key k has a share of 1 / k^S (see --zipf)
@@ -21,7 +21,7 @@ pub(crate) enum Distribution {
 #[derive(Debug)]
 pub(crate) struct KeySpace {
     pub(crate) count: u64,
-    pub(crate) distribution: Distribution,
+    pub(crate) distribution: KeyDistribution,
     /// Exponent of Zipf's law.
     pub(crate) zipf: Option<f64>,
     prefix: String,
@@ -33,13 +33,13 @@ pub(crate) struct KeySpace {
 /// Keys of one caller.
 pub(crate) struct KeySequence {
     space: Arc<KeySpace>,
-    random: Random,
+    random: SeededRandom,
 }
 
 impl KeySpace {
-    pub(crate) fn new(keys: u64, distribution: Distribution, exponent: f64) -> Self {
-        let count = if distribution == Distribution::Hot { 1 } else { keys };
-        let zipf = (distribution == Distribution::Zipf).then_some(exponent);
+    pub(crate) fn new(keys: u64, distribution: KeyDistribution, exponent: f64) -> Self {
+        let count = if distribution == KeyDistribution::Hot { 1 } else { keys };
+        let zipf = (distribution == KeyDistribution::Zipf).then_some(exponent);
         let run = RandomState::new().hash_one(std::process::id()) >> 32;
         Self {
             count,
@@ -78,7 +78,7 @@ impl KeySpace {
     pub(crate) fn sequence(self: &Arc<Self>, seed: u64, caller: u64) -> KeySequence {
         // Seeds of neighbours give unrelated sequences, because the generator mixes them.
         let seed = seed.wrapping_add(caller.wrapping_mul(0xd1b5_4a32_d192_ed03));
-        KeySequence { space: Arc::clone(self), random: Random::new(seed) }
+        KeySequence { space: Arc::clone(self), random: SeededRandom::new(seed) }
     }
 }
 
@@ -94,7 +94,7 @@ impl KeySequence {
 mod tests {
     use super::*;
 
-    fn numbers(distribution: Distribution, seed: u64, caller: u64) -> Vec<String> {
+    fn numbers(distribution: KeyDistribution, seed: u64, caller: u64) -> Vec<String> {
         let space = Arc::new(KeySpace::new(1_000, distribution, 1.0));
         let mut sequence = space.sequence(seed, caller);
         let mut key = String::new();
@@ -108,18 +108,18 @@ mod tests {
 
     #[test]
     fn same_seed_and_caller_have_the_same_keys() {
-        for distribution in [Distribution::Uniform, Distribution::Zipf] {
+        for distribution in [KeyDistribution::Uniform, KeyDistribution::Zipf] {
             let keys = numbers(distribution, 1, 0);
             assert_eq!(keys, numbers(distribution, 1, 0));
             assert_ne!(keys, numbers(distribution, 2, 0));
             assert_ne!(keys, numbers(distribution, 1, 1));
         }
-        assert!(numbers(Distribution::Hot, 1, 0).iter().all(|key| key == "0"));
+        assert!(numbers(KeyDistribution::Hot, 1, 0).iter().all(|key| key == "0"));
     }
 
     #[test]
     fn runs_do_not_share_keys() {
-        let space = || KeySpace::new(10, Distribution::Uniform, 0.0);
+        let space = || KeySpace::new(10, KeyDistribution::Uniform, 0.0);
         assert_ne!(space().key(3), space().key(3));
     }
 }

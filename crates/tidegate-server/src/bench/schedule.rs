@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::tool::random::Random;
+use crate::tool::random::SeededRandom;
 
 /// Times between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -17,7 +17,7 @@ pub(crate) enum Arrivals {
 pub(super) struct Schedule {
     arrivals: Arrivals,
     interval: f64,
-    random: Random,
+    random: SeededRandom,
     number: u64,
     seconds: f64,
 }
@@ -25,7 +25,7 @@ pub(super) struct Schedule {
 impl Schedule {
     pub(super) fn new(rate: f64, arrivals: Arrivals, seed: u64) -> Self {
         // Independent of the keys, which have the same seed.
-        let random = Random::new(seed ^ 0x5bd1_e995);
+        let random = SeededRandom::new(seed ^ 0x5bd1_e995);
         Self { arrivals, interval: 1.0 / rate, random, number: 0, seconds: 0.0 }
     }
 }

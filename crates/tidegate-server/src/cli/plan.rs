@@ -14,7 +14,7 @@ use super::redis::RedisFlags;
 use crate::config::StoreConfig;
 use crate::plan::costs::{Costs, KEY_BYTES};
 use crate::plan::measure::CostMeasurement;
-use crate::plan::{Demand, Deployment, Plan};
+use crate::plan::{CapacityPlan, Demand, RedisDeployment};
 use crate::tool::{output, style};
 
 /// Timeout of each command of a measurement.
@@ -131,7 +131,7 @@ impl PlanCommand {
             rps: self.rps,
             active: self.active,
         };
-        let deployment = Deployment {
+        let deployment = RedisDeployment {
             node_memory_bytes: self.node_memory,
             headroom: self.headroom,
             batch: self.batch,
@@ -139,14 +139,14 @@ impl PlanCommand {
         };
         let checked_in = Costs::checked_in()?;
         // An impossible limit is an error before a measurement, not after.
-        let mut plan = Plan::new(demand, deployment, &checked_in, false)?;
+        let mut plan = CapacityPlan::new(demand, deployment, &checked_in, false)?;
         if let Some(url) = &self.measure {
             let costs = self.measured(url, checked_in.connection_cpu).context("--measure")?;
             if self.print_costs {
                 anstream::print!("{costs}");
                 return Ok(ExitCode::SUCCESS);
             }
-            plan = Plan::new(demand, deployment, &costs, true)?;
+            plan = CapacityPlan::new(demand, deployment, &costs, true)?;
         }
         let json = self.json.then(|| serde_json::to_string(&plan)).transpose()?;
         output::print(json, |output| plan.write(output))?;

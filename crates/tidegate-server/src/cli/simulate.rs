@@ -12,12 +12,12 @@ use clap::builder::{FalseyValueParser, PossibleValuesParser};
 use tidegate::Algorithm;
 use tidegate::internals::duration;
 
-use crate::simulate::load::{Load, LoadKind};
-use crate::simulate::log::{AccessLogs, LogFormat};
+use crate::simulate::load::{GeneratedLoad, LoadKind};
+use crate::simulate::log::{AccessLogs, LogFileFormat};
 use crate::simulate::output::OutputFile;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
-    self, Report, Simulation, TrafficRequest, TrafficSummary, Variant, decisions,
+    self, Simulation, SimulationReport, TrafficRequest, TrafficSummary, Variant, decisions,
 };
 use crate::tool::output;
 use crate::tool::progress::ProgressBar;
@@ -129,7 +129,7 @@ struct TrafficFlags {
         env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT",
         default_value = "auto"
     )]
-    access_log_format: LogFormat,
+    access_log_format: LogFileFormat,
 
     /// Stop at the first line that is not a request
     #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
@@ -285,7 +285,7 @@ impl TrafficFlags {
         mut simulation: Simulation,
         known: &KnownPolicies,
         mut output: Option<&mut OutputFile>,
-    ) -> anyhow::Result<Report> {
+    ) -> anyhow::Result<SimulationReport> {
         let mut traffic = TrafficSummary::default();
         let mut progress = ProgressBar::start();
         if let Some(kind) = self.load {
@@ -322,12 +322,12 @@ impl TrafficFlags {
         Ok(simulation.into_report(traffic))
     }
 
-    fn generated(&self, kind: LoadKind, known: &KnownPolicies) -> anyhow::Result<Load> {
+    fn generated(&self, kind: LoadKind, known: &KnownPolicies) -> anyhow::Result<GeneratedLoad> {
         let default_period = match kind {
             LoadKind::Diurnal => DAY,
             _ => known.window.unwrap_or(DEFAULT_INTERVAL),
         };
-        let load = Load {
+        let load = GeneratedLoad {
             kind,
             rate: self.rate,
             keys: self.keys,

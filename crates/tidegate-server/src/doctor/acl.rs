@@ -121,7 +121,7 @@ pub(super) fn minimal_user(prefix: &str, topology: Topology) -> String {
 }
 
 /// Permissions that the user lacks, and commands that the server lacks.
-struct Missing<'a> {
+struct MissingPermissions<'a> {
     prefix: &'a str,
     /// Commands in lower case, or `keys …` if the user may not access the keys.
     permissions: Vec<String>,
@@ -131,7 +131,7 @@ struct Missing<'a> {
     note: Option<Finding>,
 }
 
-impl Missing<'_> {
+impl MissingPermissions<'_> {
     /// Tries commands, and records those that are missing.
     async fn try_all(
         &mut self,
@@ -179,10 +179,14 @@ impl Missing<'_> {
 }
 
 /// Tries each command that decisions need, and returns those that are missing.
-async fn missing_permissions<'a>(node: &NodeUnderTest<'_>, prefix: &'a str) -> Missing<'a> {
+async fn missing_permissions<'a>(
+    node: &NodeUnderTest<'_>,
+    prefix: &'a str,
+) -> MissingPermissions<'a> {
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = format!("{prefix}:{{%doctor}}");
-    let mut missing = Missing { prefix, permissions: Vec::new(), absent: Vec::new(), note: None };
+    let mut missing =
+        MissingPermissions { prefix, permissions: Vec::new(), absent: Vec::new(), note: None };
     let mut commands: Vec<(&str, Vec<&str>)> = vec![
         ("time", vec!["TIME"]),
         ("evalsha", vec!["EVALSHA", NO_SUCH_SCRIPT, "1", &key]),

@@ -15,9 +15,9 @@ const SAMPLES: usize = 3;
 
 /// Clock measurements of all nodes.
 #[derive(Default)]
-pub(super) struct Clocks(Vec<Clock>);
+pub(super) struct Clocks(Vec<MeasuredClock>);
 
-struct Clock {
+struct MeasuredClock {
     address: String,
     /// Microseconds ahead of this machine, plus or minus `uncertainty`.
     ahead: i64,
@@ -40,7 +40,7 @@ impl Clocks {
         }
         let Some((ahead, uncertainty)) = best else { return };
         report.node(node.address, NodeRole::Replica).clock_ahead_us = Some(ahead);
-        self.0.push(Clock { address: node.address.to_owned(), ahead, uncertainty });
+        self.0.push(MeasuredClock { address: node.address.to_owned(), ahead, uncertainty });
         let message = format!(
             "{} {} this machine's clock",
             readable(ahead),
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     fn compared(clocks: &[(i64, i64)]) -> Vec<Finding> {
-        let clock = |&(ahead, uncertainty): &(i64, i64)| Clock {
+        let clock = |&(ahead, uncertainty): &(i64, i64)| MeasuredClock {
             address: format!("n{ahead}"),
             ahead,
             uncertainty,

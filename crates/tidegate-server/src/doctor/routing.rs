@@ -22,7 +22,7 @@ const SCRIPT_HASH: &str = "c29da6f189f2ff7658ce9f61ede016fd4af0e93d";
 
 /// Number of pairs of keys by the result of a script that reads both.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Found {
+struct PairCounts {
     /// Both keys exist.
     complete: usize,
     /// The first key is missing, by which the call was routed.
@@ -57,10 +57,10 @@ async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Doc
     let commands: Vec<&[&str]> =
         std::iter::once(&load[..]).chain(reads.iter().map(|words| &words[..])).collect();
     let Ok(replies) = node.ask_all(&commands).await else { return };
-    let mut found = Found::of(&replies);
+    let mut found = PairCounts::of(&replies);
     for _ in 0..CONNECTIONS {
         if let Ok(replies) = node.store.ask_node_separately(node.address, &commands).await {
-            found.missing += Found::of(&replies).missing;
+            found.missing += PairCounts::of(&replies).missing;
         }
     }
     for finding in findings(&found) {
@@ -68,7 +68,7 @@ async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Doc
     }
 }
 
-impl Found {
+impl PairCounts {
     /// Counts the replies of EVALSHA after that of SCRIPT LOAD.
     fn of(replies: &[Reply]) -> Self {
         let mut found = Self::default();
@@ -92,7 +92,7 @@ impl Found {
     }
 }
 
-fn findings(found: &Found) -> Vec<Finding> {
+fn findings(found: &PairCounts) -> Vec<Finding> {
     let direct = "use the address of one server, or those of the sentinels or of a cluster";
     let mut findings = Vec::new();
     if found.missing > 0 {
@@ -140,9 +140,9 @@ mod tests {
             Reply::Error("NOSCRIPT No matching script.".to_owned()),
             Reply::Error("NOPERM no".to_owned()),
         ];
-        let expected = Found { complete: 1, missing: 2, separated: 1, without_script: 1 };
-        assert_eq!(Found::of(&replies), expected);
+        let expected = PairCounts { complete: 1, missing: 2, separated: 1, without_script: 1 };
+        assert_eq!(PairCounts::of(&replies), expected);
         assert_eq!(findings(&expected).len(), 3);
-        assert_eq!(findings(&Found::default()), Vec::new());
+        assert_eq!(findings(&PairCounts::default()), Vec::new());
     }
 }

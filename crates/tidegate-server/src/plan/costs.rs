@@ -29,20 +29,20 @@ pub(crate) struct Costs {
     /// keys.
     pub(crate) keyspace_bytes: f64,
     /// Rows by form, in rising order of their entries.
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<CostRow>,
 }
 
 /// Costs of a form with this many requests of a key in its window.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Row {
+pub(crate) struct CostRow {
     pub(crate) form: Form,
     pub(crate) entries: u64,
-    pub(crate) cost: Cost,
+    pub(crate) cost: FormCost,
 }
 
 /// Cost of a key and of a decision.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
-pub(crate) struct Cost {
+pub(crate) struct FormCost {
     /// MEMORY USAGE of the key.
     pub(crate) bytes: f64,
     /// CPU time of a call with one decision in a pipeline, in calls of an empty script.
@@ -81,16 +81,16 @@ impl Costs {
                 let encoding = (encoding != "-").then(|| encoding.parse()).transpose()?;
                 let form = Form { algorithm: algorithm.parse()?, encoding };
                 let entries = entries.parse()?;
-                let rises = |row: &Row| row.form != form || row.entries < entries;
+                let rises = |row: &CostRow| row.form != form || row.entries < entries;
                 ensure!(self.rows.last().is_none_or(rises), "entries must rise");
-                let cost = Cost {
+                let cost = FormCost {
                     bytes: bytes.parse()?,
                     single_cpu: cpu.parse()?,
                     batched_cpu: batched_cpu.parse()?,
                     single_network: network.parse()?,
                     batched_network: batched_network.parse()?,
                 };
-                self.rows.push(Row { form, entries, cost });
+                self.rows.push(CostRow { form, entries, cost });
             }
             _ => bail!("expected a form, the entries and five numbers"),
         }
@@ -98,25 +98,25 @@ impl Costs {
     }
 
     /// Returns the CPU time of Redis per decision in microseconds, with this many per call.
-    pub(super) fn cpu_micros(&self, cost: &Cost, batch: f64) -> f64 {
+    pub(super) fn cpu_micros(&self, cost: &FormCost, batch: f64) -> f64 {
         let cpu = shared(cost.single_cpu, cost.batched_cpu, batch) + self.connection_cpu / batch;
         cpu * self.empty_script_micros
     }
 
     /// Returns the cost of a key with this many requests in its window, by linear interpolation
     /// between two rows. Beyond the last row, only memory grows.
-    pub(crate) fn at(&self, form: Form, entries: f64, window: Duration) -> Cost {
+    pub(crate) fn at(&self, form: Form, entries: f64, window: Duration) -> FormCost {
         let longer = longer_times(form, window);
         let cost = self.interpolated(form, entries * (1.0 + longer / 4.0));
-        Cost { bytes: self.interpolated(form, entries).bytes + entries * longer, ..cost }
+        FormCost { bytes: self.interpolated(form, entries).bytes + entries * longer, ..cost }
     }
 
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn interpolated(&self, form: Form, entries: f64) -> Cost {
-        let rows: Vec<&Row> = self.rows.iter().filter(|row| row.form == form).collect();
+    fn interpolated(&self, form: Form, entries: f64) -> FormCost {
+        let rows: Vec<&CostRow> = self.rows.iter().filter(|row| row.form == form).collect();
         let after = rows.iter().position(|row| row.entries as f64 >= entries);
         let (low, high) = match (after, rows.as_slice()) {
-            (_, []) => return Cost::default(),
+            (_, []) => return FormCost::default(),
             (_, [only]) => return only.cost,
             (Some(0), [first, ..]) => return first.cost,
             (Some(after), rows) => (rows[after - 1], rows[after]),
@@ -139,7 +139,7 @@ fn longer_times(form: Form, window: Duration) -> f64 {
     }
 }
 
-impl Cost {
+impl FormCost {
     /// Returns the bytes on the network per decision.
     pub(super) fn network(&self, batch: f64) -> f64 {
         shared(self.single_network, self.batched_network, batch)
@@ -174,7 +174,7 @@ impl fmt::Display for Costs {
             f,
             "# algorithm     encoding   entries     bytes    cpu  cpu/64  network  network/64"
         )?;
-        for Row { form, entries, cost } in &self.rows {
+        for CostRow { form, entries, cost } in &self.rows {
             let encoding = form.encoding.map_or("-", Encoding::as_str);
             writeln!(
                 f,
@@ -242,7 +242,7 @@ sliding-log packed 11 200 2 1 200 100
     #[test]
     fn decisions_share_the_cost_of_a_call() {
         let costs = Costs::parse(TEXT).expect("valid");
-        let cost = Cost { single_cpu: 64.0, batched_cpu: 1.0, ..Cost::default() };
+        let cost = FormCost { single_cpu: 64.0, batched_cpu: 1.0, ..FormCost::default() };
         for (batch, expected) in [(1.0, 192.0), (2.0, 96.0), (64.0, 3.0), (128.0, 1.5)] {
             let micros = costs.cpu_micros(&cost, batch);
             assert!((micros - expected).abs() < 1e-9, "{batch}: {micros}");

@@ -12,7 +12,7 @@ use futures_util::future::try_join_all;
 use tidegate::store::redis::{Builder, Reply};
 use tidegate::{Algorithm, Charge, Encoding, Limiter, Quota, RedisStore, StoreError};
 
-use super::costs::{BATCH, Cost, Costs, KEY_BYTES, Row};
+use super::costs::{BATCH, CostRow, Costs, FormCost, KEY_BYTES};
 use super::{FORMS, Form};
 use crate::tool::percentiles::nearest_rank;
 use crate::tool::progress::ProgressBar;
@@ -133,7 +133,7 @@ impl CostMeasurement {
             for fill in fills_of(form) {
                 let cost = self.cost(form, *fill, &empty, &mut empty_micros).await;
                 let cost = cost.with_context(|| form.algorithm.as_str())?;
-                rows.push(Row { form, entries: fill.entries, cost });
+                rows.push(CostRow { form, entries: fill.entries, cost });
                 self.rows.0.set(self.rows.0.get() + 1);
             }
         }
@@ -199,7 +199,7 @@ impl CostMeasurement {
         fill: Fill,
         empty: &EmptyScript<'_>,
         empty_micros: &mut Vec<f64>,
-    ) -> anyhow::Result<Cost> {
+    ) -> anyhow::Result<FormCost> {
         let long = form.quota(UNREACHED_LIMIT, MAX_WINDOW)?;
         let mut bytes = 0.0;
         let mut costs = [(0.0, 0.0); 2];
@@ -229,7 +229,7 @@ impl CostMeasurement {
             self.clean_up().await?;
         }
         let [(single_cpu, single_network), (batched_cpu, batched_network)] = costs;
-        Ok(Cost { bytes, single_cpu, batched_cpu, single_network, batched_network })
+        Ok(FormCost { bytes, single_cpu, batched_cpu, single_network, batched_network })
     }
 
     /// Returns CPU time and network bytes per decision.

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use tidegate::internals::duration::readable;
 
-use super::{Form, Need, Plan};
+use super::{CapacityPlan, Form, Need};
 use crate::tool::style;
 use crate::tool::table::TextTable;
 use crate::tool::text::{float, grouped, scaled, three_digits};
@@ -24,7 +24,7 @@ const NUMBERS: [&str; 11] = [
     "primaries",
 ];
 
-impl Plan {
+impl CapacityPlan {
     /// Writes the plan for people.
     pub(crate) fn write(&self, output: &mut dyn Write) -> io::Result<()> {
         let demand = &self.demand;

@@ -2,11 +2,11 @@
 
 use std::io::{self, Write};
 
-use super::Outcome;
+use super::ReplayOutcome;
 use crate::api::json;
 
 /// Writes the line of one request.
-pub(crate) fn write_line(output: &mut dyn Write, outcome: &Outcome<'_>) -> io::Result<()> {
+pub(crate) fn write_line(output: &mut dyn Write, outcome: &ReplayOutcome<'_>) -> io::Result<()> {
     match &outcome.result {
         Ok(decisions) => output.write_all(&json::decisions_body(decisions))?,
         Err(error) => {

@@ -9,7 +9,7 @@ use tidegate::Attributes;
 
 use super::TrafficRequest;
 use crate::duration;
-use crate::tool::random::{MAX_KEYS, MAX_ZIPF, Random, Zipf};
+use crate::tool::random::{MAX_KEYS, MAX_ZIPF, SeededRandom, Zipf};
 
 /// Time of the first request, 2026-01-01 00:00 UTC: the start of a window of every usual length.
 const START: u64 = 1_767_225_600_000_000;
@@ -45,7 +45,7 @@ pub(crate) enum LoadKind {
 
 /// Generated traffic.
 #[derive(Debug, Clone)]
-pub(crate) struct Load {
+pub(crate) struct GeneratedLoad {
     pub(crate) kind: LoadKind,
     /// Mean requests per second of all clients.
     pub(crate) rate: f64,
@@ -68,7 +68,7 @@ pub(crate) struct LoadRequest<'a> {
     attributes: &'a [(String, String)],
 }
 
-impl Load {
+impl GeneratedLoad {
     /// Checks that the numbers describe traffic that can be simulated.
     pub(crate) fn check(&self) -> anyhow::Result<()> {
         let Self { rate, keys, zipf, .. } = self;
@@ -120,25 +120,28 @@ impl Load {
         &self,
         mut on_request: impl FnMut(&LoadRequest<'_>, u64) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let mut random = Random::new(self.seed);
+        let mut random = SeededRandom::new(self.seed);
         let zipf = Zipf::new(self.keys, self.zipf);
         let end = self.micros();
-        self.for_each_time(&mut Random::new(self.seed ^ 0x5bd1_e995), &mut |time, is_attacker| {
-            if time >= end {
-                return Ok(false);
-            }
-            let key = if is_attacker { self.keys } else { zipf.sample(&mut random) };
-            let attributes = &self.attributes;
-            on_request(&LoadRequest { time: START + time, key, attributes }, time)?;
-            Ok(true)
-        })
+        self.for_each_time(
+            &mut SeededRandom::new(self.seed ^ 0x5bd1_e995),
+            &mut |time, is_attacker| {
+                if time >= end {
+                    return Ok(false);
+                }
+                let key = if is_attacker { self.keys } else { zipf.sample(&mut random) };
+                let attributes = &self.attributes;
+                on_request(&LoadRequest { time: START + time, key, attributes }, time)?;
+                Ok(true)
+            },
+        )
     }
 
     /// Calls `on_time` with the time of each request after the start, and whether it is that of the
     /// attacker, until it returns false.
     fn for_each_time(
         &self,
-        random: &mut Random,
+        random: &mut SeededRandom,
         on_time: &mut dyn FnMut(u64, bool) -> anyhow::Result<bool>,
     ) -> anyhow::Result<()> {
         let interval = 1e6 / self.rate;
@@ -197,7 +200,7 @@ impl Load {
 
     fn attack(
         &self,
-        random: &mut Random,
+        random: &mut SeededRandom,
         on_time: &mut dyn FnMut(u64, bool) -> anyhow::Result<bool>,
     ) -> anyhow::Result<()> {
         let interval = 1e6 / self.rate;

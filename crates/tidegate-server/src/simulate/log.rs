@@ -26,7 +26,7 @@ const MAX_EXAMPLES: usize = 5;
 
 /// Format of the lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub(crate) enum LogFormat {
+pub(crate) enum LogFileFormat {
     /// By the first lines of each file
     #[default]
     Auto,
@@ -43,7 +43,7 @@ pub(crate) enum LogFormat {
 pub(crate) struct AccessLogs {
     /// `-` is the standard input.
     pub(crate) files: Vec<PathBuf>,
-    pub(crate) format: LogFormat,
+    pub(crate) format: LogFileFormat,
     /// Whether a bad line is an error.
     pub(crate) strict: bool,
 }

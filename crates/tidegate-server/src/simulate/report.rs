@@ -1,4 +1,4 @@
-//! [`Report`]: the result of a simulation, as tables and as JSON.
+//! [`SimulationReport`]: the result of a simulation, as tables and as JSON.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tidegate::Quota;
 use tidegate::internals::duration::readable;
 
 use super::log::LineCounts;
-use super::run::Run;
+use super::run::VariantRun;
 use super::series::Series;
 use super::tally::{HEAVIEST_KEYS, PolicyTally};
 use super::what_if::Comparison;
@@ -51,22 +51,22 @@ impl TrafficSummary {
 }
 
 /// Result of a simulation.
-pub(crate) struct Report {
-    pub(super) runs: Vec<Run>,
+pub(crate) struct SimulationReport {
+    pub(super) runs: Vec<VariantRun>,
     pub(super) comparison: Option<Comparison>,
     pub(super) traffic: TrafficSummary,
 }
 
-impl Report {
+impl SimulationReport {
     /// Returns whether no policy of a configuration applied to any request, with its name.
     pub(crate) fn unmatched(&self) -> Option<&str> {
-        let is_unmatched = |run: &&Run| run.counts.unlimited == run.counts.requests;
+        let is_unmatched = |run: &&VariantRun| run.counts.unlimited == run.counts.requests;
         self.runs.iter().find(is_unmatched).map(|run| run.name.as_str())
     }
 
     /// Returns the first error, if no request could be decided.
     pub(crate) fn undecided(&self) -> Option<&str> {
-        let is_undecided = |run: &&Run| run.counts.errors == run.counts.requests;
+        let is_undecided = |run: &&VariantRun| run.counts.errors == run.counts.requests;
         let run = self.runs.iter().find(is_undecided)?;
         run.counts.error_examples.first().map(String::as_str)
     }
@@ -306,7 +306,7 @@ impl Report {
     }
 }
 
-fn run_json(run: &Run) -> Value {
+fn run_json(run: &VariantRun) -> Value {
     let counts = &run.counts;
     json!({
         "name": run.name,
@@ -375,11 +375,11 @@ fn series_json(series: &Series) -> Value {
     })
 }
 
-pub(super) fn tally_of<'r>(run: &'r Run, policy: &str) -> Option<&'r PolicyTally> {
+pub(super) fn tally_of<'r>(run: &'r VariantRun, policy: &str) -> Option<&'r PolicyTally> {
     run.counts.policies.iter().find(|tally| tally.name == policy)
 }
 
-fn shown_key(run: &Run, policy: &str, key: &str) -> String {
+fn shown_key(run: &VariantRun, policy: &str, key: &str) -> String {
     if key.is_empty() {
         return "(missing)".to_owned();
     }

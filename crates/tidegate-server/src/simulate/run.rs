@@ -1,4 +1,4 @@
-//! [`Run`]: the decisions of one configuration on the traffic, and their counts.
+//! [`VariantRun`]: the decisions of one configuration on the traffic, and their counts.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ const MAX_ERROR_EXAMPLES: usize = 3;
 
 /// One configuration with its own store.
 #[derive(Debug)]
-pub(crate) struct Run {
+pub(crate) struct VariantRun {
     pub(super) name: String,
     clock: VirtualClock,
     limiter: PolicyLimiter,
@@ -48,13 +48,13 @@ pub(super) struct RunCounts {
 
 /// Result of one request.
 #[derive(Debug)]
-pub(crate) struct Outcome<'a> {
+pub(crate) struct ReplayOutcome<'a> {
     pub(super) result: Result<PolicyDecisions<'a>, Error>,
 }
 
 /// Result of one request, without its decisions.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum RequestVerdict {
     Admitted,
     /// Policy and key that deny the request; the key is empty if the request lacks it.
     Denied {
@@ -64,13 +64,13 @@ pub(super) enum Verdict {
     Error,
 }
 
-impl Outcome<'_> {
-    pub(super) fn verdict(&self) -> Verdict {
+impl ReplayOutcome<'_> {
+    pub(super) fn verdict(&self) -> RequestVerdict {
         match &self.result {
-            Err(_) => Verdict::Error,
+            Err(_) => RequestVerdict::Error,
             Ok(decisions) => match decisions.denied_by() {
-                None => Verdict::Admitted,
-                Some(entry) => Verdict::Denied {
+                None => RequestVerdict::Admitted,
+                Some(entry) => RequestVerdict::Denied {
                     policy: entry.policy().to_owned(),
                     key: entry.key().unwrap_or_default().to_owned(),
                 },
@@ -79,7 +79,7 @@ impl Outcome<'_> {
     }
 }
 
-impl Run {
+impl VariantRun {
     pub(super) fn new(variant: Variant) -> Self {
         let clock = VirtualClock::default();
         // A full store would evict keys by chance; the report has the memory that it needs.
@@ -103,7 +103,7 @@ impl Run {
     }
 
     /// Decides a request at its time.
-    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> Outcome<'_> {
+    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayOutcome<'_> {
         let now = request.time();
         self.clock.set(now);
         let attributes = RequestAttributes {
@@ -119,7 +119,7 @@ impl Run {
             self.counts.start(now, &self.limiter);
         }
         self.counts.record(now, &result);
-        Outcome { result }
+        ReplayOutcome { result }
     }
 }
 

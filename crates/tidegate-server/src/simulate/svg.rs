@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tidegate::internals::duration::readable;
 
-use super::report::{Report, limit, utc};
+use super::report::{SimulationReport, limit, utc};
 use super::series::{Bin, Series};
 use super::tally::PolicyTally;
 use crate::duration;
@@ -73,7 +73,7 @@ struct Scale {
 }
 
 /// Returns the picture of a report.
-pub(crate) fn draw(report: &Report) -> String {
+pub(crate) fn draw(report: &SimulationReport) -> String {
     let (start, end) = report.traffic.period();
     let span = (end - start).max(1);
     let panels = panels(report, span);
@@ -123,7 +123,7 @@ pub(crate) fn draw(report: &Report) -> String {
 }
 
 /// Returns the panels, with bins of the same width. `span` is the length of the traffic.
-fn panels(report: &Report, span: u64) -> Vec<Panel<'_>> {
+fn panels(report: &SimulationReport, span: u64) -> Vec<Panel<'_>> {
     let has_variants = report.runs.len() > 1;
     let mut panels = Vec::new();
     for run in &report.runs {

@@ -37,8 +37,8 @@ pub(super) struct PolicyTally {
     pub(super) worst: Option<WorstWindow>,
     pub(super) series: Series,
     keys: HashMap<String, KeyTally>,
-    live_keys: Live,
-    live_entries: Live,
+    live_keys: LiveCount,
+    live_entries: LiveCount,
 }
 
 /// Window in which a key was admitted most units, as a part of its limit.
@@ -119,8 +119,8 @@ impl PolicyTally {
             worst: None,
             series: Series::new(start),
             keys: HashMap::new(),
-            live_keys: Live::default(),
-            live_entries: Live::default(),
+            live_keys: LiveCount::default(),
+            live_entries: LiveCount::default(),
         }
     }
 
@@ -258,7 +258,7 @@ fn lifetime(quota: &Quota) -> u64 {
 /// Number of things that live until a time, with its peak. Expiries are counted in time slots,
 /// which are at most a 1,024th of the longest life.
 #[derive(Debug, Default)]
-struct Live {
+struct LiveCount {
     count: u64,
     peak: u64,
     /// A slot is 2^shift microseconds.
@@ -268,7 +268,7 @@ struct Live {
     expiries: VecDeque<u64>,
 }
 
-impl Live {
+impl LiveCount {
     /// Counts one thing until `until`, which counted until `before`, or not at all.
     fn extend(&mut self, now: u64, before: u64, until: u64) {
         self.expire(now);
@@ -341,7 +341,7 @@ mod tests {
 
     #[test]
     fn peak_of_live_things_is_that_of_a_list() {
-        let mut live = Live::default();
+        let mut live = LiveCount::default();
         let mut expiries: Vec<u64> = vec![0; 50];
         let (mut now, mut seed, mut peak) = (1_000_000_u64, 7_u64, 0);
         for _ in 0..20_000 {

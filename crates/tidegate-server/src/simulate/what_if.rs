@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use super::run::Verdict;
+use super::run::RequestVerdict;
 use super::series::Series;
 
 /// Requests that the current configuration and another one decide differently.
@@ -27,10 +27,10 @@ pub(super) struct NewDenials {
 }
 
 impl Comparison {
-    pub(super) fn record(&mut self, now: u64, current: &Verdict, other: &Verdict) {
+    pub(super) fn record(&mut self, now: u64, current: &RequestVerdict, other: &RequestVerdict) {
         let series = self.series.get_or_insert_with(|| Series::new(now));
         match (current, other) {
-            (Verdict::Admitted, Verdict::Denied { policy, key }) => {
+            (RequestVerdict::Admitted, RequestVerdict::Denied { policy, key }) => {
                 series.at(now).denied += 1;
                 self.newly_denied += 1;
                 let name = (policy.clone(), key.clone());
@@ -42,9 +42,9 @@ impl Comparison {
                 denials.requests += 1;
                 denials.last = now;
             }
-            (Verdict::Denied { .. }, Verdict::Admitted) => self.newly_admitted += 1,
-            (Verdict::Error, Verdict::Error) => {}
-            (Verdict::Error, _) | (_, Verdict::Error) => self.other_errors += 1,
+            (RequestVerdict::Denied { .. }, RequestVerdict::Admitted) => self.newly_admitted += 1,
+            (RequestVerdict::Error, RequestVerdict::Error) => {}
+            (RequestVerdict::Error, _) | (_, RequestVerdict::Error) => self.other_errors += 1,
             _ => {}
         }
     }

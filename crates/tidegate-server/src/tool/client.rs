@@ -96,9 +96,9 @@ enum EndpointAddress {
 }
 
 /// Bytes from and to a service.
-pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
+pub(crate) trait ServiceStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for S {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> ServiceStream for S {}
 
 impl Endpoint {
     /// Parses the value of a flag.
@@ -184,9 +184,9 @@ impl Endpoint {
     }
 
     /// Opens a connection. An error starts with the address.
-    pub(crate) async fn connect(&self) -> anyhow::Result<Box<dyn ByteStream>> {
+    pub(crate) async fn connect(&self) -> anyhow::Result<Box<dyn ServiceStream>> {
         let connecting = async {
-            let stream: Box<dyn ByteStream> = match &self.address {
+            let stream: Box<dyn ServiceStream> = match &self.address {
                 EndpointAddress::Tcp(host, port) => {
                     let stream = TcpStream::connect((host.as_str(), *port)).await?;
                     stream.set_nodelay(true)?;
@@ -194,7 +194,7 @@ impl Endpoint {
                 }
                 EndpointAddress::Unix(path) => Box::new(UnixStream::connect(path).await?),
             };
-            Ok::<Box<dyn ByteStream>, std::io::Error>(match &self.tls {
+            Ok::<Box<dyn ServiceStream>, std::io::Error>(match &self.tls {
                 None => stream,
                 Some((tls, name)) => Box::new(tls.connect(name.clone(), stream).await?),
             })

@@ -8,9 +8,9 @@ pub(crate) const MAX_ZIPF: f64 = 10.0;
 
 /// The generator xoshiro256++ (Blackman and Vigna), seeded by splitmix64.
 #[derive(Debug, Clone)]
-pub(crate) struct Random([u64; 4]);
+pub(crate) struct SeededRandom([u64; 4]);
 
-impl Random {
+impl SeededRandom {
     pub(crate) fn new(seed: u64) -> Self {
         let mut state = seed;
         Self(std::array::from_fn(|_| {
@@ -75,7 +75,7 @@ impl Zipf {
         clippy::cast_sign_loss,
         reason = "from 0 to the number of keys"
     )]
-    pub(crate) fn sample(&self, random: &mut Random) -> u64 {
+    pub(crate) fn sample(&self, random: &mut SeededRandom) -> u64 {
         if self.keys <= 1.0 {
             return 0;
         }
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn generator_is_that_of_its_authors() {
         // The first numbers for the state 1, 2, 3, 4 of the reference implementation.
-        let mut random = Random([1, 2, 3, 4]);
+        let mut random = SeededRandom([1, 2, 3, 4]);
         assert_eq!([random.next(), random.next()], [41_943_041, 58_720_359]);
     }
 
@@ -136,7 +136,7 @@ mod tests {
     fn shares_of_keys_follow_the_law() {
         for exponent in [0.0, 0.8, 1.0, 2.0] {
             let zipf = Zipf::new(20, exponent);
-            let mut random = Random::new(7);
+            let mut random = SeededRandom::new(7);
             let mut counts = [0_u32; 20];
             let samples = 200_000;
             for _ in 0..samples {

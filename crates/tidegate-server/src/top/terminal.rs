@@ -36,7 +36,7 @@ pub(super) struct Screen {
 
 /// Key that the user pressed.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Key {
+pub(super) enum KeyPress {
     Character(char),
     Enter,
     Backspace,
@@ -142,7 +142,7 @@ fn has_colours() -> bool {
 }
 
 /// Starts a thread that reads keys. It ends with the process, because a read cannot be cancelled.
-pub(super) fn read_keys() -> mpsc::Receiver<Key> {
+pub(super) fn read_keys() -> mpsc::Receiver<KeyPress> {
     let (sender, receiver) = mpsc::channel(64);
     std::thread::spawn(move || {
         let mut buffer = [0; 1024];
@@ -159,19 +159,19 @@ pub(super) fn read_keys() -> mpsc::Receiver<Key> {
 
 /// Decodes the bytes of one read. The bytes of an arrow or a function key, which start with an
 /// escape, arrive together and are ignored.
-fn keys(bytes: &[u8]) -> Vec<Key> {
+fn keys(bytes: &[u8]) -> Vec<KeyPress> {
     if bytes.len() > 1 && bytes[0] == 0x1b {
         return Vec::new();
     }
     let text = String::from_utf8_lossy(bytes);
     let key = |character: char| match character {
-        '\x03' => Some(Key::Interrupt),
-        '\r' | '\n' => Some(Key::Enter),
-        '\x08' | '\x7f' => Some(Key::Backspace),
-        '\x15' => Some(Key::Clear),
-        '\x1b' => Some(Key::Escape),
+        '\x03' => Some(KeyPress::Interrupt),
+        '\r' | '\n' => Some(KeyPress::Enter),
+        '\x08' | '\x7f' => Some(KeyPress::Backspace),
+        '\x15' => Some(KeyPress::Clear),
+        '\x1b' => Some(KeyPress::Escape),
         _ if character.is_control() => None,
-        _ => Some(Key::Character(character)),
+        _ => Some(KeyPress::Character(character)),
     };
     text.chars().filter_map(key).collect()
 }
@@ -183,11 +183,14 @@ mod tests {
     #[test]
     fn keys_are_decoded() {
         let typed = |bytes: &[u8]| keys(bytes);
-        assert_eq!(typed(b"q"), [Key::Character('q')]);
-        assert_eq!(typed("é\r".as_bytes()), [Key::Character('é'), Key::Enter]);
-        assert_eq!(typed(b"\x1b"), [Key::Escape]);
+        assert_eq!(typed(b"q"), [KeyPress::Character('q')]);
+        assert_eq!(typed("é\r".as_bytes()), [KeyPress::Character('é'), KeyPress::Enter]);
+        assert_eq!(typed(b"\x1b"), [KeyPress::Escape]);
         assert_eq!(typed(b"\x1b[A"), [], "an arrow is not the key Escape");
-        assert_eq!(typed(b"\x7f\x15\x03"), [Key::Backspace, Key::Clear, Key::Interrupt]);
+        assert_eq!(
+            typed(b"\x7f\x15\x03"),
+            [KeyPress::Backspace, KeyPress::Clear, KeyPress::Interrupt]
+        );
         assert_eq!(typed(b"\x00\x01\t"), []);
     }
 

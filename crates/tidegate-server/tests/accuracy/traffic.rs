@@ -4,7 +4,7 @@ use tidegate::Attributes as _;
 
 use crate::form::{LIMIT, WINDOW};
 use crate::simulate::TrafficRequest as _;
-use crate::simulate::load::{Load, LoadKind};
+use crate::simulate::load::{GeneratedLoad, LoadKind};
 
 pub(crate) const LOADS: [LoadKind; 4] =
     [LoadKind::Steady, LoadKind::Burst, LoadKind::Boundary, LoadKind::Attack];
@@ -41,7 +41,7 @@ impl Traffic {
     pub(crate) fn with_quota(kind: LoadKind, limit: u64, window: Duration) -> Self {
         #[expect(clippy::cast_precision_loss, reason = "a small limit")]
         let rate = DEMAND * limit as f64 / window.as_secs_f64();
-        Self::generate(&Load {
+        Self::generate(&GeneratedLoad {
             kind,
             rate,
             keys: 1,
@@ -55,7 +55,7 @@ impl Traffic {
 
     /// Returns the requests of 20,000 independent clients, of which five exceed the limit.
     pub(crate) fn of_many_clients() -> Self {
-        Self::generate(&Load {
+        Self::generate(&GeneratedLoad {
             kind: LoadKind::Poisson,
             rate: 2_000.0,
             keys: 20_000,
@@ -67,7 +67,7 @@ impl Traffic {
         })
     }
 
-    fn generate(load: &Load) -> Self {
+    fn generate(load: &GeneratedLoad) -> Self {
         load.check().expect("a valid load");
         let mut requests = Vec::new();
         let collected = load.for_each(|request, _| {

@@ -12,7 +12,7 @@ use tidegate::internals::duration;
 use tidegate::{Policy, Quota};
 
 use super::{Chosen, KEY};
-use crate::bench::keys::{Distribution, KeySpace};
+use crate::bench::keys::{KeyDistribution, KeySpace};
 use crate::bench::open_loop::OpenLoop;
 use crate::bench::{Arrivals, LoadPlan, Pace};
 use crate::cli::quota::QuotaFlags;
@@ -152,7 +152,7 @@ pub(super) struct LoadFlags {
 
     /// How requests are spread over the keys
     #[arg(long, value_name = "KIND", env = "TIDEGATE_DISTRIBUTION", default_value = "uniform")]
-    distribution: Distribution,
+    distribution: KeyDistribution,
 
     /// Exponent of Zipf's law, for --distribution zipf [default: 1]
     #[arg(long, value_name = "S", env = "TIDEGATE_ZIPF")]
@@ -171,7 +171,10 @@ impl LoadFlags {
             "--keys {keys} is out of range: it must be from 1 to {MAX_KEYS}"
         );
         if let Some(zipf) = zipf {
-            ensure!(*distribution == Distribution::Zipf, "--zipf is only for --distribution zipf");
+            ensure!(
+                *distribution == KeyDistribution::Zipf,
+                "--zipf is only for --distribution zipf"
+            );
             ensure!(
                 *zipf > 0.0 && *zipf <= MAX_ZIPF,
                 "--zipf {zipf} is out of range: it must be above 0, and at most {MAX_ZIPF}"
@@ -232,7 +235,7 @@ impl LoadFlags {
 
     /// Checks that the requests contain the key, unless there is only one.
     pub(super) fn check_key(&self, flag: &str, has_key: bool) -> anyhow::Result<()> {
-        let is_one = self.keys == 1 || self.distribution == Distribution::Hot;
+        let is_one = self.keys == 1 || self.distribution == KeyDistribution::Hot;
         ensure!(
             has_key || is_one,
             "no {flag} contains {KEY}, so all requests have the same key: write NAME={KEY}, or \

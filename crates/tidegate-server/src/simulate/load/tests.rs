@@ -1,7 +1,7 @@
 use super::*;
 
-fn load(kind: LoadKind) -> Load {
-    Load {
+fn load(kind: LoadKind) -> GeneratedLoad {
+    GeneratedLoad {
         kind,
         rate: 100.0,
         keys: 50,
@@ -14,7 +14,7 @@ fn load(kind: LoadKind) -> Load {
 }
 
 /// Returns the time since the start and the address of each request.
-fn requests(load: &Load) -> Vec<(u64, String)> {
+fn requests(load: &GeneratedLoad) -> Vec<(u64, String)> {
     let mut requests = Vec::new();
     let collected = load.for_each(|request, _| {
         let address = request.address().expect("an address").into_owned();
@@ -51,7 +51,7 @@ fn same_seed_gives_the_same_requests_and_another_seed_others() {
     for kind in KINDS {
         let first = load(kind);
         assert_eq!(requests(&first), requests(&first), "{kind:?}");
-        let other = Load { seed: 2, ..first.clone() };
+        let other = GeneratedLoad { seed: 2, ..first.clone() };
         assert_ne!(requests(&other), requests(&first), "{kind:?}");
     }
 }
@@ -85,15 +85,18 @@ fn attacker_is_one_more_client_in_the_middle_third() {
 fn impossible_numbers_are_errors() {
     let valid = load(LoadKind::Steady);
     for (invalid, message) in [
-        (Load { rate: 0.0, ..valid.clone() }, "--rate 0 is out of range"),
-        (Load { rate: f64::NAN, ..valid.clone() }, "--rate NaN"),
-        (Load { rate: f64::INFINITY, ..valid.clone() }, "--rate inf"),
-        (Load { rate: -1.0, ..valid.clone() }, "--rate -1"),
-        (Load { keys: 0, ..valid.clone() }, "--keys 0"),
-        (Load { zipf: -0.5, ..valid.clone() }, "--zipf -0.5"),
-        (Load { duration: Duration::ZERO, ..valid.clone() }, "--duration 0ns"),
-        (Load { period: Duration::ZERO, ..valid.clone() }, "--period 0ns"),
-        (Load { rate: 1e8, duration: MAX_DURATION, ..valid.clone() }, "at most 10000000000"),
+        (GeneratedLoad { rate: 0.0, ..valid.clone() }, "--rate 0 is out of range"),
+        (GeneratedLoad { rate: f64::NAN, ..valid.clone() }, "--rate NaN"),
+        (GeneratedLoad { rate: f64::INFINITY, ..valid.clone() }, "--rate inf"),
+        (GeneratedLoad { rate: -1.0, ..valid.clone() }, "--rate -1"),
+        (GeneratedLoad { keys: 0, ..valid.clone() }, "--keys 0"),
+        (GeneratedLoad { zipf: -0.5, ..valid.clone() }, "--zipf -0.5"),
+        (GeneratedLoad { duration: Duration::ZERO, ..valid.clone() }, "--duration 0ns"),
+        (GeneratedLoad { period: Duration::ZERO, ..valid.clone() }, "--period 0ns"),
+        (
+            GeneratedLoad { rate: 1e8, duration: MAX_DURATION, ..valid.clone() },
+            "at most 10000000000",
+        ),
     ] {
         let error = invalid.check().expect_err("impossible").to_string();
         assert!(error.contains(message), "{error}");

@@ -6,11 +6,11 @@ use anyhow::{Context as _, ensure};
 
 use tidegate::internals::text;
 
-use super::format::Parser;
-use super::input::{Line, LineReader, MAX_LINE_BYTES, Source};
+use super::format::LineParser;
+use super::input::{LineReader, LogLine, LogSource, MAX_LINE_BYTES};
 use super::record::Record;
 use super::reorder::Reorder;
-use super::{AccessLogs, LineCounts, LogFormat, MAX_EXAMPLES};
+use super::{AccessLogs, LineCounts, LogFileFormat, MAX_EXAMPLES};
 use crate::simulate::report::shown;
 
 /// Number of lines at the start of a file by which its format is recognized.
@@ -23,10 +23,10 @@ const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 pub(super) struct LogFile {
     name: String,
-    lines: LineReader<Source>,
-    format: LogFormat,
+    lines: LineReader<LogSource>,
+    format: LogFileFormat,
     strict: bool,
-    parser: Option<Parser>,
+    parser: Option<LineParser>,
     reorder: Reorder,
     counts: LineCounts,
     is_at_end: bool,
@@ -35,7 +35,7 @@ pub(super) struct LogFile {
 }
 
 impl LogFile {
-    pub(super) fn new(path: &Path, source: Source, options: &AccessLogs) -> Self {
+    pub(super) fn new(path: &Path, source: LogSource, options: &AccessLogs) -> Self {
         let is_stdin = path.as_os_str() == "-";
         Self {
             name: if is_stdin { "stdin".to_owned() } else { path.display().to_string() },
@@ -92,8 +92,8 @@ impl LogFile {
         };
         self.counts.lines = number;
         let line = match line {
-            Line::Text(bytes) => text(bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)),
-            Line::TooLong => {
+            LogLine::Text(bytes) => text(bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)),
+            LogLine::TooLong => {
                 return self.add_bad(&format!("it is longer than {MAX_LINE_BYTES} bytes"), None);
             }
         };
@@ -101,15 +101,15 @@ impl LogFile {
             return Ok(());
         }
         if self.parser.is_none() {
-            self.parser = Parser::detect(self.format, &line);
-            if let Some(Parser::Csv(columns)) = &self.parser {
+            self.parser = LineParser::detect(self.format, &line);
+            if let Some(LineParser::Csv(columns)) = &self.parser {
                 self.counts.other_columns = columns.others();
                 return Ok(());
             }
         }
         let Some(parser) = &mut self.parser else {
             let line = shown(&line, SHOWN_CHARACTERS);
-            let may_follow = number < DETECTION_LINES && self.format == LogFormat::Auto;
+            let may_follow = number < DETECTION_LINES && self.format == LogFileFormat::Auto;
             ensure!(may_follow, self.unknown_format());
             return self.add_bad("its format is unknown", Some(line));
         };
@@ -142,7 +142,7 @@ impl LogFile {
     fn unknown_format(&self) -> String {
         let name = &self.name;
         match self.format {
-            LogFormat::Csv => {
+            LogFileFormat::Csv => {
                 format!("{name}: its first line must name the columns, such as time,ip,method,path")
             }
             _ => format!(

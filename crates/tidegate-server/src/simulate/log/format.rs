@@ -2,26 +2,26 @@
 
 use super::csv::Columns;
 use super::record::Record;
-use super::{LogFormat, combined, json};
+use super::{LogFileFormat, combined, json};
 
 /// Parser of the lines of one file.
 #[derive(Debug)]
-pub(super) enum Parser {
+pub(super) enum LineParser {
     Combined,
     Json,
     Csv(Columns),
 }
 
-impl Parser {
+impl LineParser {
     /// Recognizes the format by a line. The first line of a CSV file is not a request.
-    pub(super) fn detect(format: LogFormat, line: &str) -> Option<Self> {
+    pub(super) fn detect(format: LogFileFormat, line: &str) -> Option<Self> {
         let record = &mut Record::default();
         match format {
-            LogFormat::Combined => Some(Self::Combined),
-            LogFormat::Json => Some(Self::Json),
-            LogFormat::Auto if json::parse(line, record).is_ok() => Some(Self::Json),
-            LogFormat::Auto if combined::parse(line, record).is_ok() => Some(Self::Combined),
-            LogFormat::Auto | LogFormat::Csv => Columns::parse(line).map(Self::Csv),
+            LogFileFormat::Combined => Some(Self::Combined),
+            LogFileFormat::Json => Some(Self::Json),
+            LogFileFormat::Auto if json::parse(line, record).is_ok() => Some(Self::Json),
+            LogFileFormat::Auto if combined::parse(line, record).is_ok() => Some(Self::Combined),
+            LogFileFormat::Auto | LogFileFormat::Csv => Columns::parse(line).map(Self::Csv),
         }
     }
 

@@ -18,11 +18,11 @@ pub(super) const MAX_LINE_BYTES: usize = 64 * 1024;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-pub(super) type Source = Box<dyn Read>;
+pub(super) type LogSource = Box<dyn Read>;
 
 /// Opens a file, or the standard input for `-`. Returns its bytes, decompressed, and its size if it
 /// is a regular file. The bytes that are read are added to `read`.
-pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> anyhow::Result<(Source, Option<u64>)> {
+pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> anyhow::Result<(LogSource, Option<u64>)> {
     let read = Arc::clone(read);
     if path.as_os_str() == "-" {
         return Ok((decompressed(CountingReader { source: io::stdin().lock(), read })?, None));
@@ -35,7 +35,7 @@ pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> anyhow::Result<(Source
 }
 
 /// Recognizes the compression by the first bytes.
-fn decompressed(mut source: impl Read + 'static) -> io::Result<Source> {
+fn decompressed(mut source: impl Read + 'static) -> io::Result<LogSource> {
     let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
     (&mut source).take(ZSTD_MAGIC.len() as u64).read_to_end(&mut start)?;
     let is_gzip = start.starts_with(&GZIP_MAGIC);
@@ -119,7 +119,7 @@ impl<R: Read> ZstdReader<R> {
 
 /// Line of a file, or the place of one that is too long.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Line<'a> {
+pub(super) enum LogLine<'a> {
     Text(&'a [u8]),
     TooLong,
 }
@@ -136,7 +136,7 @@ impl<R: Read> LineReader<R> {
     }
 
     /// Returns the next line, without its line break.
-    pub(super) fn next(&mut self) -> io::Result<Option<Line<'_>>> {
+    pub(super) fn next(&mut self) -> io::Result<Option<LogLine<'_>>> {
         self.line.clear();
         let mut limited = (&mut self.source).take(MAX_LINE_BYTES as u64 + 1);
         limited.read_until(b'\n', &mut self.line)?;
@@ -144,11 +144,11 @@ impl<R: Read> LineReader<R> {
             None if self.line.is_empty() => None,
             None if self.line.len() > MAX_LINE_BYTES => {
                 self.source.skip_until(b'\n')?;
-                Some(Line::TooLong)
+                Some(LogLine::TooLong)
             }
             line => {
                 let line = line.unwrap_or(&self.line);
-                Some(Line::Text(line.strip_suffix(b"\r").unwrap_or(line)))
+                Some(LogLine::Text(line.strip_suffix(b"\r").unwrap_or(line)))
             }
         })
     }
@@ -163,8 +163,8 @@ mod tests {
         let mut lines = Vec::new();
         while let Some(line) = reader.next().expect("a slice") {
             lines.push(match line {
-                Line::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
-                Line::TooLong => None,
+                LogLine::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
+                LogLine::TooLong => None,
             });
         }
         lines

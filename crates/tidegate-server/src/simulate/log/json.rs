@@ -23,16 +23,16 @@ const NOT_JSON: &str = "it is not a JSON object";
 
 /// Reads the members of a line that have a use.
 pub(super) fn parse(line: &str, record: &mut Record) -> Result<(), &'static str> {
-    let mut times = Times::default();
+    let mut times = LineTimes::default();
     let mut parser = serde_json::Deserializer::from_str(line);
-    let members = Value { role: Role::Line, record, times: &mut times };
+    let members = MemberVisitor { role: MemberRole::Line, record, times: &mut times };
     parser.deserialize_map(members).and_then(|()| parser.end()).map_err(|_| NOT_JSON)?;
     // The start of the request is preferred to the time of its line.
     let time = times.start.or(times.line).ok_or("it has no time (ts, time or StartUTC)")?;
     let time = match time {
-        Time::Text(text) => time::any(&text),
-        Time::Number(number) => time::unix(number),
-        Time::Other => None,
+        LineTime::Text(text) => time::any(&text),
+        LineTime::Number(number) => time::unix(number),
+        LineTime::Other => None,
     };
     record.time = time.ok_or("its time is neither RFC 3339 nor seconds since 1970")?;
     match record.last("method").and(record.last("target")) {
@@ -43,14 +43,14 @@ pub(super) fn parse(line: &str, record: &mut Record) -> Result<(), &'static str>
 
 /// Times of a line.
 #[derive(Debug, Default)]
-struct Times<'l> {
-    start: Option<Time<'l>>,
+struct LineTimes<'l> {
+    start: Option<LineTime<'l>>,
     /// The first of several.
-    line: Option<Time<'l>>,
+    line: Option<LineTime<'l>>,
 }
 
 #[derive(Debug)]
-enum Time<'l> {
+enum LineTime<'l> {
     Text(Cow<'l, str>),
     Number(f64),
     Other,
@@ -58,7 +58,7 @@ enum Time<'l> {
 
 /// Use of a value.
 #[derive(Debug, Clone, Copy)]
-enum Role<'n> {
+enum MemberRole<'n> {
     None,
     Line,
     /// Object of Caddy with the fields of the request.
@@ -71,7 +71,7 @@ enum Role<'n> {
     LineTime,
 }
 
-impl<'n> Role<'n> {
+impl<'n> MemberRole<'n> {
     /// Returns the role of a member of an object that has this role.
     fn of_member(self, name: &'n str) -> Self {
         match self {
@@ -104,46 +104,46 @@ impl<'n> Role<'n> {
 
 /// Name of a member, borrowed unless it has escapes.
 #[derive(Deserialize)]
-struct Name<'l>(#[serde(borrow)] Cow<'l, str>);
+struct MemberName<'l>(#[serde(borrow)] Cow<'l, str>);
 
 /// Value of a member, which is added to the record by its role. A value of an unexpected type is
 /// ignored.
-struct Value<'r, 'n, 'l> {
-    role: Role<'n>,
+struct MemberVisitor<'r, 'n, 'l> {
+    role: MemberRole<'n>,
     record: &'r mut Record,
-    times: &'r mut Times<'l>,
+    times: &'r mut LineTimes<'l>,
 }
 
-impl<'l> Value<'_, '_, 'l> {
-    fn set_time(&mut self, time: Time<'l>) {
+impl<'l> MemberVisitor<'_, '_, 'l> {
+    fn set_time(&mut self, time: LineTime<'l>) {
         match self.role {
-            Role::StartTime => self.times.start = Some(time),
-            Role::LineTime => _ = self.times.line.get_or_insert(time),
+            MemberRole::StartTime => self.times.start = Some(time),
+            MemberRole::LineTime => _ = self.times.line.get_or_insert(time),
             _ => {}
         }
     }
 
     fn set_text(mut self, text: Cow<'l, str>) {
         match self.role {
-            Role::Attribute(name) => self.record.push(name, &text),
-            Role::Header(name) if text != REDACTED => self.record.push_header(name, &text),
-            _ => self.set_time(Time::Text(text)),
+            MemberRole::Attribute(name) => self.record.push(name, &text),
+            MemberRole::Header(name) if text != REDACTED => self.record.push_header(name, &text),
+            _ => self.set_time(LineTime::Text(text)),
         }
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Value<'_, '_, 'de> {
+impl<'de> DeserializeSeed<'de> for MemberVisitor<'_, '_, 'de> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
         match self.role {
-            Role::None => IgnoredAny::deserialize(deserializer).map(|_| ()),
+            MemberRole::None => IgnoredAny::deserialize(deserializer).map(|_| ()),
             _ => deserializer.deserialize_any(self),
         }
     }
 }
 
-impl<'de> Visitor<'de> for Value<'_, '_, 'de> {
+impl<'de> Visitor<'de> for MemberVisitor<'_, '_, 'de> {
     type Value = ();
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -161,37 +161,37 @@ impl<'de> Visitor<'de> for Value<'_, '_, 'de> {
     }
 
     fn visit_f64<E>(mut self, number: f64) -> Result<(), E> {
-        self.set_time(Time::Number(number));
+        self.set_time(LineTime::Number(number));
         Ok(())
     }
 
     #[expect(clippy::cast_precision_loss, reason = "microseconds fit")]
     fn visit_u64<E>(mut self, number: u64) -> Result<(), E> {
-        self.set_time(Time::Number(number as f64));
+        self.set_time(LineTime::Number(number as f64));
         Ok(())
     }
 
     fn visit_i64<E>(mut self, _: i64) -> Result<(), E> {
-        self.set_time(Time::Other);
+        self.set_time(LineTime::Other);
         Ok(())
     }
 
     fn visit_bool<E>(mut self, _: bool) -> Result<(), E> {
-        self.set_time(Time::Other);
+        self.set_time(LineTime::Other);
         Ok(())
     }
 
     fn visit_unit<E>(mut self) -> Result<(), E> {
-        self.set_time(Time::Other);
+        self.set_time(LineTime::Other);
         Ok(())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<(), A::Error> {
-        self.set_time(Time::Other);
-        let is_header = matches!(self.role, Role::Header(_));
-        let role = if is_header { self.role } else { Role::None };
+        self.set_time(LineTime::Other);
+        let is_header = matches!(self.role, MemberRole::Header(_));
+        let role = if is_header { self.role } else { MemberRole::None };
         loop {
-            let item = Value { role, record: self.record, times: self.times };
+            let item = MemberVisitor { role, record: self.record, times: self.times };
             if list.next_element_seed(item)?.is_none() {
                 return Ok(());
             }
@@ -199,10 +199,14 @@ impl<'de> Visitor<'de> for Value<'_, '_, 'de> {
     }
 
     fn visit_map<A: MapAccess<'de>>(mut self, mut object: A) -> Result<(), A::Error> {
-        self.set_time(Time::Other);
-        while let Some(Name(name)) = object.next_key()? {
+        self.set_time(LineTime::Other);
+        while let Some(MemberName(name)) = object.next_key()? {
             let role = self.role.of_member(&name);
-            object.next_value_seed(Value { role, record: self.record, times: self.times })?;
+            object.next_value_seed(MemberVisitor {
+                role,
+                record: self.record,
+                times: self.times,
+            })?;
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ const MAX_LINES: usize = 16_384;
 const MAX_BYTES: usize = 16 * 1024 * 1024;
 
 /// Line that is held back: its time, its number among all lines, and its slot.
-type Entry = (u64, u64, usize);
+type HeldLine = (u64, u64, usize);
 
 /// Lines that are held back until no earlier line can follow.
 #[derive(Debug, Default)]
@@ -20,8 +20,8 @@ pub(super) struct Reorder {
     slots: Vec<Record>,
     free: Vec<usize>,
     /// Lines that came in order, as nearly all do: they cost no sorting.
-    in_order: VecDeque<Entry>,
-    out_of_order: BinaryHeap<Reverse<Entry>>,
+    in_order: VecDeque<HeldLine>,
+    out_of_order: BinaryHeap<Reverse<HeldLine>>,
     bytes: usize,
     pushed: u64,
     newest: u64,
