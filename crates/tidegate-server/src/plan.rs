@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
+use clap::Args;
 use serde::{Serialize, Serializer};
+use tidegate::internals::duration;
 use tidegate::{Algorithm, Encoding, Quota, QuotaError};
 
 use self::costs::Costs;
@@ -13,6 +15,7 @@ use self::costs::Costs;
 pub(crate) mod costs;
 pub(crate) mod measure;
 pub(crate) mod report;
+mod units;
 
 /// Memory that the allocator takes, in relation to the memory that Redis uses.
 const FRAGMENTATION: f64 = 1.25;
@@ -34,29 +37,65 @@ pub(crate) const FORMS: [Form; 7] = [
 ];
 
 /// Users and requests to plan for.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize, Args)]
 pub(crate) struct Demand {
+    /// Number of users, or of other keys; k, M and B stand for thousands, millions and billions
+    #[arg(long, value_name = "N", env = "TIDEGATE_USERS", value_parser = units::count)]
     pub(crate) users: u64,
+
+    /// Units per window and user
+    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT", value_parser = units::count)]
     pub(crate) limit: u64,
+
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
     #[serde(rename = "window_ms", serialize_with = "millis")]
     pub(crate) window: Duration,
-    /// Requests per second of all users at the peak.
+
+    /// Requests per second of all users together, at the peak
+    #[arg(long, value_name = "R", env = "TIDEGATE_RPS", value_parser = units::rate)]
     pub(crate) rps: f64,
-    /// Share of the users that have a count at the same time, if it is known.
+
+    /// Share of the users that send requests within one window, such as 5% or 0.05 [default: all,
+    /// as far as the requests suffice]
+    #[arg(long, value_name = "SHARE", env = "TIDEGATE_ACTIVE", value_parser = units::share)]
     pub(crate) active: Option<f64>,
 }
 
-/// Servers and clients of Redis.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub(crate) struct RedisDeployment {
-    /// Memory of one Redis server.
-    pub(crate) node_memory_bytes: u64,
-    /// Share of the memory and of the CPU that stays free.
-    pub(crate) headroom: f64,
-    /// Decisions per call.
+/// Calls of the clients to Redis.
+#[derive(Debug, Clone, Copy, Serialize, Args)]
+pub(crate) struct RedisCalls {
+    /// Decisions per call to Redis. Instances under load share calls; 1 is the worst case
+    #[arg(
+        long, value_name = "N", env = "TIDEGATE_BATCH", default_value_t = 1,
+        value_parser = clap::value_parser!(u64).range(1..=128)
+    )]
     pub(crate) batch: u64,
-    /// Length of a user's key.
+
+    /// Length of a user's key in bytes
+    #[arg(
+        long, value_name = "N", env = "TIDEGATE_KEY_BYTES", default_value_t = costs::KEY_BYTES,
+        value_parser = clap::value_parser!(u64).range(1..=1024)
+    )]
     pub(crate) key_bytes: u64,
+}
+
+/// Servers of Redis.
+#[derive(Debug, Clone, Copy, Serialize, Args)]
+pub(crate) struct RedisServers {
+    /// Memory of one Redis server
+    #[arg(
+        long = "node-memory", value_name = "SIZE", env = "TIDEGATE_NODE_MEMORY",
+        default_value = "16GiB", value_parser = units::bytes
+    )]
+    pub(crate) node_memory_bytes: u64,
+
+    /// Share of the memory and of the CPU that stays free
+    #[arg(
+        long, value_name = "SHARE", env = "TIDEGATE_HEADROOM", default_value = "30%",
+        value_parser = units::share
+    )]
+    pub(crate) headroom: f64,
 }
 
 /// One algorithm in one encoding.
@@ -75,7 +114,9 @@ pub(crate) struct CapacityPlan {
     #[serde(flatten)]
     pub(crate) demand: Demand,
     #[serde(flatten)]
-    pub(crate) deployment: RedisDeployment,
+    pub(crate) servers: RedisServers,
+    #[serde(flatten)]
+    pub(crate) calls: RedisCalls,
     pub(crate) fragmentation: f64,
     pub(crate) expired_keys: f64,
     /// CPU time of a call of an empty script, with that for its connection.
@@ -203,7 +244,8 @@ impl CapacityPlan {
     /// No form supports the limit and the window.
     pub(crate) fn new(
         demand: Demand,
-        deployment: RedisDeployment,
+        servers: RedisServers,
+        calls: RedisCalls,
         costs: &Costs,
         measured: bool,
     ) -> Result<Self, QuotaError> {
@@ -211,7 +253,7 @@ impl CapacityPlan {
         let mut first_error = None;
         for form in FORMS {
             match form.quota(demand.limit, demand.window) {
-                Ok(_) => forms.push(Need::new(form, &demand, &deployment, costs)),
+                Ok(_) => forms.push(Need::new(form, &demand, servers, calls, costs)),
                 Err(error) => {
                     unavailable.push(Unavailable { form, reason: error.to_string() });
                     first_error.get_or_insert(error);
@@ -225,7 +267,8 @@ impl CapacityPlan {
         };
         Ok(Self {
             demand,
-            deployment,
+            servers,
+            calls,
             fragmentation: FRAGMENTATION,
             expired_keys: EXPIRED_KEYS,
             empty_script_micros: costs.empty_script_micros * (1.0 + costs.connection_cpu),
@@ -240,20 +283,26 @@ impl CapacityPlan {
 
 impl Need {
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn new(form: Form, demand: &Demand, deployment: &RedisDeployment, costs: &Costs) -> Self {
+    fn new(
+        form: Form,
+        demand: &Demand,
+        servers: RedisServers,
+        calls: RedisCalls,
+        costs: &Costs,
+    ) -> Self {
         let keys = demand.keys(form);
         let requests = demand.requests_per_key();
         let cost = |requests: f64| costs.at(form, requests, demand.window);
-        let longer_key = deployment.key_bytes as f64 - costs::KEY_BYTES as f64;
+        let longer_key = calls.key_bytes as f64 - costs::KEY_BYTES as f64;
         let bytes = |requests: f64| cost(requests).bytes + costs.keyspace_bytes + longer_key;
         let memory = |requests: f64| keys * bytes(requests) * FRAGMENTATION;
         let full = demand.limit as f64;
-        let batch = deployment.batch as f64;
+        let batch = calls.batch as f64;
         let cpu_micros = costs.cpu_micros(&cost(requests), batch);
         let cores = demand.rps * cpu_micros / 1e6;
-        let nodes = memory(requests) / deployment.node_memory_bytes as f64;
-        let by_memory = primaries(nodes, deployment.headroom);
-        let by_cpu = primaries(cores, deployment.headroom);
+        let nodes = memory(requests) / servers.node_memory_bytes as f64;
+        let by_memory = primaries(nodes, servers.headroom);
+        let by_cpu = primaries(cores, servers.headroom);
         let lifetime = demand.window.as_secs_f64() * form.lifetime(demand.limit);
         Self {
             form,
@@ -360,9 +409,9 @@ mod tests {
 
     fn plan(demand: Demand, node_memory_bytes: u64) -> CapacityPlan {
         let costs = Costs::checked_in().expect("valid");
-        let key_bytes = costs::KEY_BYTES;
-        let deployment = RedisDeployment { node_memory_bytes, headroom: 0.3, batch: 1, key_bytes };
-        CapacityPlan::new(demand, deployment, &costs, false).expect("a valid limit")
+        let servers = RedisServers { node_memory_bytes, headroom: 0.3 };
+        let calls = RedisCalls { batch: 1, key_bytes: costs::KEY_BYTES };
+        CapacityPlan::new(demand, servers, calls, &costs, false).expect("a valid limit")
     }
 
     #[test]

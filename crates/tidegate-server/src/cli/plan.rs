@@ -7,14 +7,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 use clap::builder::FalseyValueParser;
-use tidegate::internals::duration;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::redis::RedisFlags;
 use crate::config::StoreConfig;
-use crate::plan::costs::{Costs, KEY_BYTES};
+use crate::plan::costs::Costs;
 use crate::plan::measure::CostMeasurement;
-use crate::plan::{CapacityPlan, Demand, RedisDeployment};
+use crate::plan::{CapacityPlan, Demand, RedisCalls, RedisServers};
 use crate::tool::{output, style};
 
 /// Timeout of each command of a measurement.
@@ -42,54 +41,14 @@ Examples:
   With the costs on your own Redis (under a prefix of its own, deleted afterwards):
     tidegate plan --users 20M --limit 100 --window 1m --rps 50k --measure redis://127.0.0.1:6379")]
 pub(super) struct PlanCommand {
-    /// Number of users, or of other keys; k, M and B stand for thousands, millions and billions
-    #[arg(long, value_name = "N", env = "TIDEGATE_USERS", value_parser = count)]
-    users: u64,
+    #[command(flatten)]
+    demand: Demand,
 
-    /// Units per window and user
-    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT", value_parser = count)]
-    limit: u64,
+    #[command(flatten)]
+    calls: RedisCalls,
 
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
-    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
-    window: Duration,
-
-    /// Requests per second of all users together, at the peak
-    #[arg(long, value_name = "R", env = "TIDEGATE_RPS", value_parser = rate)]
-    rps: f64,
-
-    /// Share of the users that send requests within one window, such as 5% or 0.05 [default: all,
-    /// as far as the requests suffice]
-    #[arg(long, value_name = "SHARE", env = "TIDEGATE_ACTIVE", value_parser = share)]
-    active: Option<f64>,
-
-    /// Decisions per call to Redis. Instances under load share calls; 1 is the worst case
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_BATCH", default_value_t = 1,
-        value_parser = clap::value_parser!(u64).range(1..=128)
-    )]
-    batch: u64,
-
-    /// Length of a user's key in bytes
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_KEY_BYTES", default_value_t = KEY_BYTES,
-        value_parser = clap::value_parser!(u64).range(1..=1024)
-    )]
-    key_bytes: u64,
-
-    /// Memory of one Redis server
-    #[arg(
-        long, value_name = "SIZE", env = "TIDEGATE_NODE_MEMORY", default_value = "16GiB",
-        value_parser = bytes
-    )]
-    node_memory: u64,
-
-    /// Share of the memory and of the CPU that stays free
-    #[arg(
-        long, value_name = "SHARE", env = "TIDEGATE_HEADROOM", default_value = "30%",
-        value_parser = share
-    )]
-    headroom: f64,
+    #[command(flatten)]
+    servers: RedisServers,
 
     /// Redis on which the costs are measured: redis://[user@]host[:port][/database]. It should be
     /// idle. This takes about half a minute; the keys have a prefix of their own and are deleted
@@ -118,35 +77,23 @@ pub(super) struct PlanCommand {
 
 impl PlanCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        ensure!(self.users > 0, "--users must be at least 1");
-        ensure!(self.headroom < 1.0, "--headroom must be less than 100%");
+        let Self { demand, calls, servers, .. } = self;
+        ensure!(demand.users > 0, "--users must be at least 1");
+        ensure!(servers.headroom < 1.0, "--headroom must be less than 100%");
         ensure!(
-            self.active != Some(0.0),
+            demand.active != Some(0.0),
             "--active must be more than 0%: leave it out if you do not know it"
         );
-        let demand = Demand {
-            users: self.users,
-            limit: self.limit,
-            window: self.window,
-            rps: self.rps,
-            active: self.active,
-        };
-        let deployment = RedisDeployment {
-            node_memory_bytes: self.node_memory,
-            headroom: self.headroom,
-            batch: self.batch,
-            key_bytes: self.key_bytes,
-        };
         let checked_in = Costs::checked_in()?;
         // An impossible limit is an error before a measurement, not after.
-        let mut plan = CapacityPlan::new(demand, deployment, &checked_in, false)?;
+        let mut plan = CapacityPlan::new(demand, servers, calls, &checked_in, false)?;
         if let Some(url) = &self.measure {
             let costs = self.measured(url, checked_in.connection_cpu).context("--measure")?;
             if self.print_costs {
                 anstream::print!("{costs}");
                 return Ok(ExitCode::SUCCESS);
             }
-            plan = CapacityPlan::new(demand, deployment, &costs, true)?;
+            plan = CapacityPlan::new(demand, servers, calls, &costs, true)?;
         }
         let json = self.json.then(|| serde_json::to_string(&plan)).transpose()?;
         output::print(json, |output| plan.write(output))?;
@@ -194,106 +141,4 @@ fn prefix() -> String {
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let number = time.subsec_nanos() ^ std::process::id();
     format!("plan{:06x}", number & 0x00ff_ffff)
-}
-
-/// Parses a whole number such as `1_000_000`, `150k`, `1.5M` or `1B`.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked")]
-fn count(text: &str) -> Result<u64, String> {
-    let number = scaled(text, &AMOUNTS).filter(|number| number.fract() == 0.0);
-    number
-        .map(|number| number as u64)
-        .ok_or_else(|| format!("{text:?} is not a whole number like 5000, 150k, 20M or 1B"))
-}
-
-/// Parses a number of requests per second such as `0.5`, `5000` or `150k`.
-fn rate(text: &str) -> Result<f64, String> {
-    scaled(text, &AMOUNTS)
-        .filter(|rate| *rate > 0.0)
-        .ok_or_else(|| format!("{text:?} is not a number above 0 like 0.5, 5000, 150k or 2M"))
-}
-
-/// Parses a size such as `16GiB` or `500MB`.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked")]
-fn bytes(text: &str) -> Result<u64, String> {
-    scaled(text, &SIZES)
-        .map(|size| size as u64)
-        .filter(|size| *size >= 1 << 20)
-        .ok_or_else(|| format!("{text:?} is not a size like 16GiB or 500MB, of at least 1 MiB"))
-}
-
-const AMOUNTS: [(&str, f64); 6] =
-    [("k", 1e3), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("B", 1e9), ("T", 1e12)];
-const SIZES: [(&str, f64); 9] = [
-    ("KiB", 1_024.0),
-    ("MiB", 1_048_576.0),
-    ("GiB", 1_073_741_824.0),
-    ("TiB", 1_099_511_627_776.0),
-    ("kB", 1e3),
-    ("KB", 1e3),
-    ("MB", 1e6),
-    ("GB", 1e9),
-    ("TB", 1e12),
-];
-const MAX_NUMBER: f64 = 1e15;
-
-/// Parses a number with one of these units, up to [`MAX_NUMBER`].
-fn scaled(text: &str, units: &[(&str, f64)]) -> Option<f64> {
-    let with_unit = |(unit, factor): &(&str, f64)| Some((text.strip_suffix(unit)?, *factor));
-    let (number, factor) = units.iter().find_map(with_unit).unwrap_or((text, 1.0));
-    let number = number.trim_end().replace('_', "");
-    // Neither signs, nor names such as "inf".
-    let is_plain = number.starts_with(|first: char| first.is_ascii_digit() || first == '.');
-    let value = number.parse::<f64>().ok().filter(|_| is_plain)? * factor;
-    (value <= MAX_NUMBER).then_some(value)
-}
-
-/// Parses a share such as `5%` or `0.05`.
-fn share(text: &str) -> Result<f64, String> {
-    let number = match text.strip_suffix('%') {
-        Some(percent) => percent.trim_end().parse::<f64>().map(|percent| percent / 100.0),
-        None => text.parse(),
-    };
-    number
-        .ok()
-        .filter(|share| (0.0..=1.0).contains(share))
-        .ok_or_else(|| format!("{text:?} is not a share from 0% to 100%, like 5% or 0.05"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn counts_rates_sizes_and_shares_are_parsed() {
-        for (text, expected) in [
-            ("5000", Some(5_000)),
-            ("1_000_000", Some(1_000_000)),
-            ("150k", Some(150_000)),
-            ("1.5M", Some(1_500_000)),
-            ("1B", Some(1_000_000_000)),
-            ("1e9", Some(1_000_000_000)),
-            ("1000T", Some(1_000_000_000_000_000)),
-            ("1001T", None),
-            ("1.5", None),
-            ("-1", None),
-            ("+1", None),
-            ("k", None),
-            ("1e30", None),
-            ("1e999", None),
-            ("NaN", None),
-            ("inf", None),
-            ("", None),
-        ] {
-            assert_eq!(count(text).ok(), expected, "{text}");
-        }
-        assert_eq!((rate("0.5"), rate("2.5k")), (Ok(0.5), Ok(2_500.0)));
-        assert!(rate("0").is_err() && rate("-1").is_err() && rate("many").is_err());
-        assert_eq!(bytes("16GiB"), Ok(16 << 30));
-        assert_eq!(bytes("500 MB"), Ok(500_000_000));
-        assert!(bytes("1KiB").is_err() && bytes("GiB").is_err());
-        assert_eq!(share("5%"), Ok(0.05));
-        assert_eq!(share("0.5"), Ok(0.5));
-        assert!(share("101%").is_err() && share("-0.1").is_err() && share("x").is_err());
-        assert!(share("NaN").is_err());
-    }
 }

@@ -52,9 +52,9 @@ impl CapacityPlan {
     }
 
     fn assumptions(&self) -> Vec<String> {
-        let deployment = &self.deployment;
+        let Self { servers, calls, .. } = self;
         let source = if self.measured { "your Redis" } else { "the machine of the benchmarks" };
-        let batch = match deployment.batch {
+        let batch = match calls.batch {
             1 => "1 decision per call, the most expensive way; see --batch".to_owned(),
             batch => format!("{batch} decisions per call"),
         };
@@ -63,7 +63,7 @@ impl CapacityPlan {
             format!(
                 "memory: keys of {} bytes, {} for fragmentation; \"if full\": all of these keys \
                  have used up their limit",
-                deployment.key_bytes,
+                calls.key_bytes,
                 percent(self.fragmentation - 1.0)
             ),
             format!(
@@ -73,8 +73,8 @@ impl CapacityPlan {
             format!(
                 "primaries: {} and 1 core each, {} of both free; the others can take over if one \
                  fails; replicas are extra",
-                size(deployment.node_memory_bytes),
-                percent(deployment.headroom)
+                size(servers.node_memory_bytes),
+                percent(servers.headroom)
             ),
         ];
         let admitted = self.demand.limit_of_all_users();
