@@ -100,6 +100,8 @@ struct NodeUnderTest<'a> {
     info: Info,
     topology: Topology,
     config: ConfigGet,
+    options: &'a CheckOptions<'a>,
+    report: &'a mut DoctorReport,
 }
 
 /// Availability of CONFIG GET.
@@ -125,9 +127,8 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
     let mut clocks = clock::Clocks::default();
     for (index, node) in primaries.iter().enumerate() {
         let address = node.address.as_str();
-        let info = match store.ask_node(address, &["INFO"]).await {
-            Ok(Reply::Text(text)) => Info::parse(&text),
-            Ok(_) => Info::default(),
+        let info = match read_info(store, address).await {
+            Ok(info) => info,
             Err(error) => {
                 report.node(address, NodeRole::Primary);
                 let finding = connection_finding(&error, options.prefix, topology);
@@ -138,38 +139,40 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
         if primaries.len() > 1 || is_cluster_node(store, address, &info).await {
             topology = Topology::Cluster;
         }
-        let node_under_test = NodeUnderTest::new(store, address, info, topology).await;
+        let node =
+            &mut NodeUnderTest::new(store, address, info, topology, options, &mut report).await;
         if index == 0 {
             match topology {
-                Topology::Single => report.add(Finding::ok("topology", "a single server")),
-                Topology::Sentinel => {
-                    sentinels::check(&node_under_test, &sentinels, &mut report).await;
-                }
-                Topology::Cluster => {
-                    cluster::check(&node_under_test, primaries.len(), &mut report).await;
-                }
+                Topology::Single => node.report.add(Finding::ok("topology", "a single server")),
+                Topology::Sentinel => sentinels::check(node, &sentinels).await,
+                Topology::Cluster => cluster::check(node, primaries.len()).await,
             }
         }
-        report.node(address, NodeRole::Primary).version = node_under_test.info.server();
-        version::check(&node_under_test, &mut report);
-        node_under_test.check_config_command(&mut report);
-        acl::check(&node_under_test, options.prefix, &mut report).await;
+        node.report.node(address, NodeRole::Primary).version = node.info.server();
+        version::check(node);
+        node.check_config_command();
+        acl::check(node).await;
         match topology {
-            Topology::Cluster => cluster::check_migration(&node_under_test, &mut report).await,
-            Topology::Single | Topology::Sentinel => {
-                routing::check(&node_under_test, options.prefix, &mut report).await;
-            }
+            Topology::Cluster => cluster::check_migration(node).await,
+            Topology::Single | Topology::Sentinel => routing::check(node).await,
         }
-        memory::check(&node_under_test, &mut report).await;
-        replicas::check(&node_under_test, options, &mut clocks, &mut report).await;
-        clocks.measure(&node_under_test, &mut report).await;
-        latency::check(&node_under_test, options, primaries.len(), &mut report).await;
-        let largest_log = keys::check(&node_under_test, options, &mut report).await;
-        let largest_log = largest_log.max(options.largest_log);
-        memory::check_lazy_freeing(&node_under_test, largest_log, &mut report).await;
+        memory::check(node).await;
+        replicas::check(node, &mut clocks).await;
+        clocks.measure(node).await;
+        latency::check(node, primaries.len()).await;
+        let largest_log = keys::check(node).await.max(options.largest_log);
+        memory::check_lazy_freeing(node, largest_log).await;
     }
     clocks.compare(&mut report);
     report
+}
+
+/// Returns the fields of INFO, or none if INFO is not permitted.
+async fn read_info(store: &RedisStore, address: &str) -> Result<Info, StoreError> {
+    Ok(match store.ask_node(address, &["INFO"]).await? {
+        Reply::Text(text) => Info::parse(&text),
+        _ => Info::default(),
+    })
 }
 
 /// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does
@@ -235,13 +238,20 @@ pub(crate) async fn log_warnings(store: &RedisStore, config: &RedisConfig, large
 }
 
 impl<'a> NodeUnderTest<'a> {
-    async fn new(store: &'a RedisStore, address: &'a str, info: Info, topology: Topology) -> Self {
+    async fn new(
+        store: &'a RedisStore,
+        address: &'a str,
+        info: Info,
+        topology: Topology,
+        options: &'a CheckOptions<'a>,
+        report: &'a mut DoctorReport,
+    ) -> Self {
         let config = match store.ask_node(address, &["CONFIG", "GET", "maxmemory"]).await {
             Ok(Reply::Error(error)) if redis_info::is_absent_command(&error) => ConfigGet::Absent,
             Ok(Reply::Error(_)) | Err(_) => ConfigGet::NotPermitted,
             Ok(_) => ConfigGet::Available,
         };
-        Self { store, address, info, topology, config }
+        Self { store, address, info, topology, config, options, report }
     }
 
     async fn ask(&self, command: &[&str]) -> Result<Reply, StoreError> {
@@ -287,25 +297,25 @@ impl<'a> NodeUnderTest<'a> {
     }
 
     /// Notes that the server has no CONFIG, which is no lack of a permission.
-    fn check_config_command(&self, report: &mut DoctorReport) {
+    fn check_config_command(&mut self) {
         if self.config == ConfigGet::Absent {
             let message = "this server has no CONFIG command, as most managed services: its \
                            settings cannot be read from here";
             let advice = "look up maxmemory-policy, lazyfree-lazy-expire and \
                           min-replicas-to-write in the console of the service; docs/redis.md \
                           lists the services";
-            self.add(report, Finding::note("config", message).advice(advice));
+            self.add(Finding::note("config", message).advice(advice));
         }
     }
 
     /// Adds a finding about this node.
-    fn add(&self, report: &mut DoctorReport, finding: Finding) {
-        report.add(finding.on(self.address));
+    fn add(&mut self, finding: Finding) {
+        self.report.add(finding.on(self.address));
     }
 
     /// Adds a note that a check was skipped for lack of a permission.
-    fn add_unknown(&self, report: &mut DoctorReport, check: &'static str, command: &str) {
-        self.add(report, Finding::unknown(check, command));
+    fn add_unknown(&mut self, check: &'static str, command: &str) {
+        self.add(Finding::unknown(check, command));
     }
 }
 

@@ -6,7 +6,7 @@
 use tidegate::store::redis::{Reply, SCRIPT_COMMANDS};
 
 use super::keys::escape_pattern;
-use super::{DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 use crate::config::Topology;
 use crate::tool::redis_info::{is_absent_command, pairs};
 
@@ -15,45 +15,39 @@ const CHECK: &str = "acl";
 const SCRIPT_LOAD: &str = "script|load";
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut DoctorReport) {
-    let mut missing = missing_permissions(node, prefix).await;
+pub(super) async fn check(node: &mut NodeUnderTest<'_>) {
+    let prefix = node.options.prefix;
+    let mut missing = missing_permissions(node).await;
     if let Some(note) = missing.note.take() {
-        node.add(report, note);
+        node.add(note);
     }
     if !missing.absent.is_empty() {
-        node.add(report, absent_finding(&missing.absent.join(", ")));
+        node.add(absent_finding(&missing.absent.join(", ")));
     }
     if !missing.permissions.is_empty() {
         let permissions = missing.permissions.join(", ");
-        return node.add(report, missing_finding(&permissions, prefix, node.topology));
+        return node.add(missing_finding(&permissions, prefix, node.topology));
     }
     let Ok(Reply::Text(user)) = node.ask(&["ACL", "WHOAMI"]).await else {
-        return node.add(report, Finding::ok(CHECK, "this user may do what decisions need"));
+        return node.add(Finding::ok(CHECK, "this user may do what decisions need"));
     };
     let rules = node.ask(&["ACL", "GETUSER", &user]).await;
     let user = user.escape_debug();
-    node.add(
-        report,
-        match rules.as_ref().map(is_unrestricted) {
-            Ok(Some(true)) => {
-                let message =
-                    format!("user {user} may do anything, but needs only a few permissions");
-                Finding::note(CHECK, message).advice(advice(prefix, node.topology))
-            }
-            _ => Finding::ok(CHECK, format!("user {user} may do what decisions need")),
-        },
-    );
+    node.add(match rules.as_ref().map(is_unrestricted) {
+        Ok(Some(true)) => {
+            let message = format!("user {user} may do anything, but needs only a few permissions");
+            Finding::note(CHECK, message).advice(advice(prefix, node.topology))
+        }
+        _ => Finding::ok(CHECK, format!("user {user} may do what decisions need")),
+    });
 }
 
 /// Checks the user on a replica, which becomes the primary after a failover.
-pub(super) async fn check_replica(
-    node: &NodeUnderTest<'_>,
-    prefix: &str,
-    report: &mut DoctorReport,
-) {
-    let missing = missing_permissions(node, prefix).await;
+pub(super) async fn check_replica(node: &mut NodeUnderTest<'_>) {
+    let prefix = node.options.prefix;
+    let missing = missing_permissions(node).await;
     if !missing.absent.is_empty() {
-        node.add(report, absent_finding(&missing.absent.join(", ")));
+        node.add(absent_finding(&missing.absent.join(", ")));
     }
     if !missing.permissions.is_empty() {
         let message = format!(
@@ -62,7 +56,7 @@ pub(super) async fn check_replica(
             missing.permissions.join(", ")
         );
         let finding = Finding::warning(CHECK, message);
-        node.add(report, finding.advice(advice(prefix, node.topology)));
+        node.add(finding.advice(advice(prefix, node.topology)));
     }
 }
 
@@ -179,10 +173,8 @@ impl MissingPermissions<'_> {
 }
 
 /// Tries each command that decisions need, and returns those that are missing.
-async fn missing_permissions<'a>(
-    node: &NodeUnderTest<'_>,
-    prefix: &'a str,
-) -> MissingPermissions<'a> {
+async fn missing_permissions<'a>(node: &NodeUnderTest<'a>) -> MissingPermissions<'a> {
+    let prefix = node.options.prefix;
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = format!("{prefix}:{{%doctor}}");
     let mut missing =

@@ -26,7 +26,7 @@ struct MeasuredClock {
 
 impl Clocks {
     /// Measures the clock of one node and compares it with this machine's.
-    pub(super) async fn measure(&mut self, node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
+    pub(super) async fn measure(&mut self, node: &mut NodeUnderTest<'_>) {
         let mut best: Option<(i64, i64)> = None;
         for _ in 0..SAMPLES {
             let sent = micros_now();
@@ -39,22 +39,19 @@ impl Clocks {
             }
         }
         let Some((ahead, uncertainty)) = best else { return };
-        report.node(node.address, NodeRole::Replica).clock_ahead_us = Some(ahead);
+        node.report.node(node.address, NodeRole::Replica).clock_ahead_us = Some(ahead);
         self.0.push(MeasuredClock { address: node.address.to_owned(), ahead, uncertainty });
         let message = format!(
             "{} {} this machine's clock",
             readable(ahead),
             if ahead < 0 { "behind" } else { "ahead of" }
         );
-        node.add(
-            report,
-            if micros(MAX_DIFFERENCE) < ahead.abs() - uncertainty {
-                let advice = "run NTP on both: decisions and windows use the clock of Redis";
-                Finding::warning(CHECK, message).advice(advice)
-            } else {
-                Finding::ok(CHECK, message)
-            },
-        );
+        node.add(if micros(MAX_DIFFERENCE) < ahead.abs() - uncertainty {
+            let advice = "run NTP on both: decisions and windows use the clock of Redis";
+            Finding::warning(CHECK, message).advice(advice)
+        } else {
+            Finding::ok(CHECK, message)
+        });
     }
 
     /// Compares the clocks of the nodes with each other.

@@ -2,14 +2,14 @@
 
 use tidegate::store::redis::Reply;
 
-use super::{DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 use crate::tool::redis_info::Info;
 
 const CHECK: &str = "topology";
 const SLOTS: i64 = 16_384;
 
 /// Checks the cluster from the view of one node.
-pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &mut DoctorReport) {
+pub(super) async fn check(node: &mut NodeUnderTest<'_>, primaries: usize) {
     let slots = node.ask(&["CLUSTER", "SLOTS"]).await.ok();
     let state = match node.ask(&["CLUSTER", "INFO"]).await {
         Ok(Reply::Text(text)) => Info::parse(&text).text("cluster_state").map(str::to_owned),
@@ -17,13 +17,13 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
     };
     let cluster = format!("a cluster of {primaries} primaries");
     let Some(served) = slots.as_ref().and_then(served_slots) else {
-        return report.add(Finding::note(
+        return node.report.add(Finding::note(
             CHECK,
             format!("{cluster}; its slots are unknown: this user may not run CLUSTER SLOTS"),
         ));
     };
     let advice = "redis-cli --cluster check lists the slots, --cluster fix repairs them";
-    report.add(match state.as_deref() {
+    node.report.add(match state.as_deref() {
         _ if served < SLOTS => {
             let message = format!(
                 "{cluster}: {} of {SLOTS} slots are not served, so their keys cannot be decided",
@@ -40,11 +40,12 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
     if primaries < 3 {
         let message =
             format!("{primaries} primaries cannot agree on a failover, which needs a majority");
-        report.add(Finding::warning("failover", message).advice("run at least three primaries"));
+        node.report
+            .add(Finding::warning("failover", message).advice("run at least three primaries"));
     }
     match node.setting("cluster-require-full-coverage").await.as_deref() {
         Some("no") => {
-            report.add(Finding::ok(
+            node.report.add(Finding::ok(
                 "full-coverage",
                 "if the nodes of some slots are lost, the other slots stay available",
             ));
@@ -53,17 +54,17 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
             let message = "if the nodes of one slot are lost, the whole cluster is unavailable";
             let advice = "CONFIG SET cluster-require-full-coverage no on every node: then only \
                           the keys of that slot are affected";
-            report.add(Finding::note("full-coverage", message).advice(advice));
+            node.report.add(Finding::note("full-coverage", message).advice(advice));
         }
-        None => report.add(node.unknown_setting("full-coverage")),
+        None => node.report.add(node.unknown_setting("full-coverage")),
     }
 }
 
 /// Checks whether slots of a node are migrating, as after a resharding that was interrupted.
-pub(super) async fn check_migration(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
+pub(super) async fn check_migration(node: &mut NodeUnderTest<'_>) {
     const CHECK: &str = "migration";
     let Ok(Reply::Text(nodes)) = node.ask(&["CLUSTER", "NODES"]).await else {
-        return node.add_unknown(report, CHECK, "CLUSTER NODES");
+        return node.add_unknown(CHECK, "CLUSTER NODES");
     };
     let (migrating, importing) = open_slots(&nodes);
     let lists =
@@ -80,10 +81,10 @@ pub(super) async fn check_migration(node: &NodeUnderTest<'_>, report: &mut Docto
             "if no resharding is running, one was interrupted: redis-cli --cluster fix {} ends it",
             node.address
         );
-        node.add(report, Finding::warning(CHECK, message).advice(advice));
+        node.add(Finding::warning(CHECK, message).advice(advice));
     }
     if is_calm {
-        node.add(report, Finding::ok(CHECK, "no slot is migrating"));
+        node.add(Finding::ok(CHECK, "no slot is migrating"));
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tidegate::store::redis::Reply;
 
-use super::{CheckOptions, DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 
 const CHECK: &str = "expiry";
 /// Keys per SCAN call. Both limits matter because Redis may hold many keys that are not ours.
@@ -17,11 +17,8 @@ const MAX_SHOWN_KEYS: usize = 3;
 const MAX_SHOWN_CHARS: usize = 100;
 
 /// Checks the keys, and returns the number of requests in the largest sorted set; 0 without one.
-pub(super) async fn check(
-    node: &NodeUnderTest<'_>,
-    options: &CheckOptions<'_>,
-    report: &mut DoctorReport,
-) -> u64 {
+pub(super) async fn check(node: &mut NodeUnderTest<'_>) -> u64 {
+    let options = node.options;
     let pattern = format!("{}:*", escape_pattern(options.prefix));
     let deadline = Instant::now() + SCAN_TIMEOUT;
     let mut cursor = "0".to_owned();
@@ -33,7 +30,7 @@ pub(super) async fn check(
         let scan = ["SCAN", &cursor, "MATCH", &pattern, "COUNT", SCAN_COUNT];
         let Ok(reply) = node.ask(&scan).await else { break };
         let Some((next, keys)) = parse_scan(reply) else {
-            node.add_unknown(report, CHECK, "SCAN");
+            node.add_unknown(CHECK, "SCAN");
             return largest_log;
         };
         let ttls = keys.iter().map(|key| ["PTTL", key]);
@@ -48,7 +45,7 @@ pub(super) async fn check(
             }
         }
         if replies.iter().any(|reply| matches!(reply, Reply::Error(_))) {
-            node.add_unknown(report, CHECK, "PTTL");
+            node.add_unknown(CHECK, "PTTL");
             return largest_log;
         }
         checked += keys.len();
@@ -66,27 +63,21 @@ pub(super) async fn check(
     without_ttl.dedup();
     let extent = if is_complete { "all" } else { "the first" };
     let prefix = options.prefix.escape_debug();
-    node.add(
-        report,
-        if without_ttl.is_empty() {
-            Finding::ok(
-                CHECK,
-                format!("{extent} {checked} keys under {prefix}: each has an expiry"),
-            )
-        } else {
-            let shown: Vec<String> =
-                without_ttl.iter().take(MAX_SHOWN_KEYS).map(|key| printable(key)).collect();
-            let message = format!(
-                "{} of {extent} {checked} keys under {prefix}: have no expiry: {}{}",
-                without_ttl.len(),
-                shown.join(", "),
-                if without_ttl.len() > MAX_SHOWN_KEYS { ", …" } else { "" }
-            );
-            let advice = "tidegate never writes such keys: find out which program does, delete \
+    node.add(if without_ttl.is_empty() {
+        Finding::ok(CHECK, format!("{extent} {checked} keys under {prefix}: each has an expiry"))
+    } else {
+        let shown: Vec<String> =
+            without_ttl.iter().take(MAX_SHOWN_KEYS).map(|key| printable(key)).collect();
+        let message = format!(
+            "{} of {extent} {checked} keys under {prefix}: have no expiry: {}{}",
+            without_ttl.len(),
+            shown.join(", "),
+            if without_ttl.len() > MAX_SHOWN_KEYS { ", …" } else { "" }
+        );
+        let advice = "tidegate never writes such keys: find out which program does, delete \
                           them, or choose another store.prefix";
-            Finding::error(CHECK, message).advice(advice)
-        },
-    );
+        Finding::error(CHECK, message).advice(advice)
+    });
     largest_log
 }
 

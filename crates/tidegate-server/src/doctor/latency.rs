@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tidegate::StoreError;
 
-use super::{CheckOptions, DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 use crate::duration;
 use crate::tool::percentiles::nearest_rank;
 
@@ -44,18 +44,17 @@ impl LatencyPercentiles {
     }
 }
 
-pub(super) async fn check(
-    node: &NodeUnderTest<'_>,
-    options: &CheckOptions<'_>,
-    nodes: usize,
-    report: &mut DoctorReport,
-) {
+pub(super) async fn check(node: &mut NodeUnderTest<'_>, nodes: usize) {
+    let options = node.options;
     match first_probe(node).await {
         Ok(()) => {
             let message = "a decision works: the script runs and writes";
-            node.add(report, Finding::ok("scripts", message));
+            node.add(Finding::ok("scripts", message));
         }
-        Err(error) => return node.add(report, script_finding(node, &error).await),
+        Err(error) => {
+            let finding = script_finding(node, &error).await;
+            return node.add(finding);
+        }
     }
     let nodes = u32::try_from(nodes.max(1)).unwrap_or(u32::MAX);
     let deadline = Instant::now() + PROBE_TIMEOUT / nodes;
@@ -72,10 +71,10 @@ pub(super) async fn check(
         }
     }
     let latency = LatencyPercentiles::new(samples);
-    node.add(report, latency_finding(latency.as_ref(), failed, options.timeout));
-    let mut all = report.latency_us.take().map_or_else(Vec::new, |latency| latency.sorted);
+    node.add(latency_finding(latency.as_ref(), failed, options.timeout));
+    let mut all = node.report.latency_us.take().map_or_else(Vec::new, |latency| latency.sorted);
     all.extend(latency.map_or_else(Vec::new, |latency| latency.sorted));
-    report.latency_us = LatencyPercentiles::new(all);
+    node.report.latency_us = LatencyPercentiles::new(all);
 }
 
 /// Decides once, which is not measured. The first calls may have to load the script, which takes two

@@ -1,6 +1,6 @@
 //! Checks eviction, memory usage and persistence.
 
-use super::{DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 
 /// Share of `maxmemory`, or of the machine's memory, that causes a warning, in percent.
 const MAX_USED_PERCENT: u64 = 80;
@@ -9,22 +9,22 @@ const LARGE_LOG: u64 = 5_000;
 /// Requests of a sorted set that Redis frees per millisecond.
 const FREED_PER_MS: u64 = 6_000;
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
+pub(super) async fn check(node: &mut NodeUnderTest<'_>) {
     if node.info.is_empty() {
-        node.add_unknown(report, "eviction-policy", "INFO");
+        node.add_unknown("eviction-policy", "INFO");
         return;
     }
-    check_eviction(node, report);
-    check_usage(node, report);
-    check_persistence(node, report).await;
+    check_eviction(node);
+    check_usage(node);
+    check_persistence(node).await;
 }
 
-fn check_eviction(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
+fn check_eviction(node: &mut NodeUnderTest<'_>) {
     let Some(policy) = node.info.text("maxmemory_policy") else {
-        return node.add_unknown(report, "eviction-policy", "INFO");
+        return node.add_unknown("eviction-policy", "INFO");
     };
     if policy == "noeviction" {
-        return node.add(report, Finding::ok("eviction-policy", policy));
+        return node.add(Finding::ok("eviction-policy", policy));
     }
     let evicted = match node.info.number("evicted_keys") {
         Some(count) if count > 0 => format!("; it has evicted {count} keys so far"),
@@ -38,12 +38,12 @@ fn check_eviction(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
         "{}: a full Redis is then a store failure, for which on_store_failure applies",
         node.set_advice("maxmemory-policy noeviction")
     );
-    node.add(report, Finding::warning("eviction-policy", message).advice(advice));
+    node.add(Finding::warning("eviction-policy", message).advice(advice));
 }
 
-fn check_usage(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
+fn check_usage(node: &mut NodeUnderTest<'_>) {
     let Some(used) = node.info.number("used_memory") else {
-        return node.add_unknown(report, "memory", "INFO");
+        return node.add_unknown("memory", "INFO");
     };
     let maxmemory = node.info.number("maxmemory").filter(|bytes| *bytes > 0);
     let machine = node.info.number("total_system_memory").filter(|bytes| *bytes > 0);
@@ -71,16 +71,12 @@ fn check_usage(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
             Finding::note("memory", message).advice("set maxmemory below the machine's memory")
         }
     };
-    node.add(report, finding);
+    node.add(finding);
 }
 
 /// Checks whether Redis frees expired keys in the background. Freeing a large sorted set blocks
 /// other clients otherwise. `largest_log` is the number of requests in the largest one.
-pub(super) async fn check_lazy_freeing(
-    node: &NodeUnderTest<'_>,
-    largest_log: u64,
-    report: &mut DoctorReport,
-) {
+pub(super) async fn check_lazy_freeing(node: &mut NodeUnderTest<'_>, largest_log: u64) {
     const CHECK: &str = "lazy-freeing";
     const OFF: &str = "lazyfree-lazy-expire is off";
     let is_large = largest_log > LARGE_LOG;
@@ -111,35 +107,31 @@ pub(super) async fn check_lazy_freeing(
         None if is_large => node.unknown_setting(CHECK),
         None => return,
     };
-    node.add(report, finding);
+    node.add(finding);
 }
 
-async fn check_persistence(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
+async fn check_persistence(node: &mut NodeUnderTest<'_>) {
     let has_failed = |name| node.info.text(name).is_some_and(|status| status != "ok");
     if has_failed("rdb_last_bgsave_status") || has_failed("aof_last_write_status") {
         let message = "its last write to disk failed: by default it then rejects every write, so \
                        decisions fail";
         let advice = "free space on its disk, or switch persistence off: counters do not need it";
-        return node.add(report, Finding::warning("persistence", message).advice(advice));
+        return node.add(Finding::warning("persistence", message).advice(advice));
     }
     let has_aof = node.info.number("aof_enabled") == Some(1);
     let has_snapshots = node.setting("save").await.map(|save| !save.is_empty());
-    node.add(
-        report,
-        match (has_aof, has_snapshots) {
-            (false, Some(false)) => Finding::ok("persistence", "off, and counters do not need it"),
-            (false, None) => {
-                Finding::ok("persistence", "no append-only file, and counters do not need one")
-            }
-            (has_aof, _) => {
-                let format = if has_aof { "an append-only file" } else { "snapshots" };
-                let message = format!(
-                    "it writes {format}: counters do not need it, and each fork costs latency"
-                );
-                Finding::note("persistence", message)
-            }
-        },
-    );
+    node.add(match (has_aof, has_snapshots) {
+        (false, Some(false)) => Finding::ok("persistence", "off, and counters do not need it"),
+        (false, None) => {
+            Finding::ok("persistence", "no append-only file, and counters do not need one")
+        }
+        (has_aof, _) => {
+            let format = if has_aof { "an append-only file" } else { "snapshots" };
+            let message =
+                format!("it writes {format}: counters do not need it, and each fork costs latency");
+            Finding::note("persistence", message)
+        }
+    });
 }
 
 /// Formats a number of bytes in readable form.

@@ -4,42 +4,34 @@ use tidegate::StoreError;
 use tidegate::store::redis::Reply;
 
 use super::clock::Clocks;
-use super::{
-    CheckOptions, DoctorReport, Finding, NodeRole, NodeUnderTest, acl, cluster, connection,
-    sentinels,
-};
+use super::{Finding, NodeRole, NodeUnderTest, acl, cluster, connection, read_info, sentinels};
 use crate::config::Topology;
-use crate::tool::redis_info::{Info, Replica};
+use crate::tool::redis_info::Replica;
 
 /// Maximum lag in seconds. A replica acknowledges once per second.
 const MAX_LAG: u64 = 10;
 /// Maximum number of replicas per primary that are checked.
 const MAX_REPLICAS: usize = 16;
 
-pub(super) async fn check(
-    primary: &NodeUnderTest<'_>,
-    options: &CheckOptions<'_>,
-    clocks: &mut Clocks,
-    report: &mut DoctorReport,
-) {
+pub(super) async fn check(primary: &mut NodeUnderTest<'_>, clocks: &mut Clocks) {
     let addresses = if primary.info.is_empty() {
-        primary.add_unknown(report, "replicas", "INFO");
-        reported_replicas(primary, options).await
+        primary.add_unknown("replicas", "INFO");
+        reported_replicas(primary).await
     } else {
         let replicas = primary.info.replicas();
-        check_lag(primary, &replicas, report);
-        check_split_brain(primary, &replicas, report).await;
+        check_lag(primary, &replicas);
+        check_split_brain(primary, &replicas).await;
         replicas.into_iter().map(|replica| replica.address).collect()
     };
     for address in addresses.iter().take(MAX_REPLICAS) {
-        check_replica(primary, address, options.prefix, clocks, report).await;
+        check_replica(primary, address, clocks).await;
     }
 }
 
 /// Returns the replicas that the cluster or the sentinels report to a user who may not run INFO.
-async fn reported_replicas(primary: &NodeUnderTest<'_>, options: &CheckOptions<'_>) -> Vec<String> {
+async fn reported_replicas(primary: &NodeUnderTest<'_>) -> Vec<String> {
     let (store, address) = (primary.store, primary.address);
-    match (primary.topology, options.sentinel_master) {
+    match (primary.topology, primary.options.sentinel_master) {
         (Topology::Cluster, _) => {
             let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;
             slots.map_or_else(|_| Vec::new(), |slots| cluster::replicas_of(address, &slots))
@@ -59,52 +51,42 @@ async fn reported_replicas(primary: &NodeUnderTest<'_>, options: &CheckOptions<'
     }
 }
 
-fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut DoctorReport) {
+fn check_lag(primary: &mut NodeUnderTest<'_>, replicas: &[Replica]) {
     if replicas.is_empty() {
         let message = "no replica: while this server is down, on_store_failure applies, and after \
                        a restart without data all counters start from zero";
-        return primary.add(report, Finding::note("replicas", message));
+        return primary.add(Finding::note("replicas", message));
     }
     let behind = replicas.iter().filter(|replica| !replica.online || replica.lag > MAX_LAG);
     let behind: Vec<&str> = behind.map(|replica| replica.address.as_str()).collect();
     let lag = replicas.iter().map(|replica| replica.lag).max().unwrap_or(0);
     let count = replicas.len();
-    primary.add(
-        report,
-        if behind.is_empty() {
-            Finding::ok("replicas", format!("{count} connected, maximum lag {lag} s"))
-        } else {
-            let message = format!(
-                "{} of {count} not in sync, so a failover to one of them loses counts: {}",
-                behind.len(),
-                behind.join(", ")
-            );
-            Finding::warning("replicas", message)
-                .advice("check its log and the network between them")
-        },
-    );
+    primary.add(if behind.is_empty() {
+        Finding::ok("replicas", format!("{count} connected, maximum lag {lag} s"))
+    } else {
+        let message = format!(
+            "{} of {count} not in sync, so a failover to one of them loses counts: {}",
+            behind.len(),
+            behind.join(", ")
+        );
+        Finding::warning("replicas", message).advice("check its log and the network between them")
+    });
 }
 
 /// Checks a replica as a future primary: it must be reachable from here and configured alike.
-async fn check_replica(
-    primary: &NodeUnderTest<'_>,
-    address: &str,
-    prefix: &str,
-    clocks: &mut Clocks,
-    report: &mut DoctorReport,
-) {
-    let node = report.node(address, NodeRole::Replica);
-    let info = match primary.store.ask_node(address, &["INFO"]).await {
-        Ok(Reply::Text(text)) => Info::parse(&text),
-        // The replica is reachable, but INFO is not permitted.
-        Ok(_) => Info::default(),
+async fn check_replica(primary: &mut NodeUnderTest<'_>, address: &str, clocks: &mut Clocks) {
+    let NodeUnderTest { store, topology, options, .. } = *primary;
+    let node = primary.report.node(address, NodeRole::Replica);
+    let info = match read_info(store, address).await {
+        Ok(info) => info,
         Err(error) => {
-            let finding = unreachable_finding(primary, prefix, &error);
-            return report.add(finding.on(address));
+            let finding = unreachable_finding(primary, &error);
+            return primary.report.add(finding.on(address));
         }
     };
     node.version = info.server();
-    let replica = NodeUnderTest::new(primary.store, address, info, primary.topology).await;
+    let report = &mut *primary.report;
+    let mut replica = NodeUnderTest::new(store, address, info, topology, options, report).await;
     if let Some(policy) =
         replica.info.text("maxmemory_policy").filter(|policy| *policy != "noeviction")
     {
@@ -113,16 +95,16 @@ async fn check_replica(
              keys resets limits"
         );
         let advice = replica.set_advice("maxmemory-policy noeviction");
-        replica.add(report, Finding::warning("eviction-policy", message).advice(advice));
+        replica.add(Finding::warning("eviction-policy", message).advice(advice));
     }
-    acl::check_replica(&replica, prefix, report).await;
-    clocks.measure(&replica, report).await;
+    acl::check_replica(&mut replica).await;
+    clocks.measure(&mut replica).await;
 }
 
 /// Describes a replica that clients could not use after a failover to it.
-fn unreachable_finding(primary: &NodeUnderTest<'_>, prefix: &str, error: &StoreError) -> Finding {
+fn unreachable_finding(primary: &NodeUnderTest<'_>, error: &StoreError) -> Finding {
     if error.to_string().contains("WRONGPASS") {
-        return acl::unknown_user(prefix, primary.topology);
+        return acl::unknown_user(primary.options.prefix, primary.topology);
     }
     let message = format!(
         "this replica is not reachable from here, so clients could not follow a failover to it: \
@@ -143,15 +125,11 @@ fn unreachable_finding(primary: &NodeUnderTest<'_>, prefix: &str, error: &StoreE
 
 /// Checks `min-replicas-to-write`: without it, an isolated primary keeps allowing requests next to
 /// the new one.
-async fn check_split_brain(
-    primary: &NodeUnderTest<'_>,
-    replicas: &[Replica],
-    report: &mut DoctorReport,
-) {
+async fn check_split_brain(primary: &mut NodeUnderTest<'_>, replicas: &[Replica]) {
     const CHECK: &str = "min-replicas-to-write";
     let Some(required) = primary.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok())
     else {
-        return primary.add(report, primary.unknown_setting(CHECK));
+        return primary.add(primary.unknown_setting(CHECK));
     };
     let max_lag = primary.setting("min-replicas-max-lag").await.unwrap_or_else(|| "10".to_owned());
     // A maximum lag of 0 disables the requirement.
@@ -175,7 +153,7 @@ async fn check_split_brain(
     } else {
         split_brain_finding(primary, CHECK).await
     };
-    primary.add(report, finding);
+    primary.add(finding);
 }
 
 /// Describes the risk of a primary with replicas that does not require them for writes.

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tidegate::store::redis::Reply;
 
-use super::{DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 
 const CHECK: &str = "routing";
 /// Number of keys, each with its own hash tag. Even with two servers, a proxy that spreads keys
@@ -33,7 +33,8 @@ struct PairCounts {
     without_script: usize,
 }
 
-pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut DoctorReport) {
+pub(super) async fn check(node: &mut NodeUnderTest<'_>) {
+    let prefix = node.options.prefix;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = |index| format!("{prefix}:{{%doctor-{now}-{index}}}");
@@ -41,7 +42,7 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut D
     let writes: Vec<[&str; 5]> = keys.iter().map(|key| ["SET", key, "1", "PX", TTL_MS]).collect();
     let Ok(written) = node.ask_all(&writes).await else { return };
     if written.iter().all(|reply| matches!(reply, Reply::Text(_))) {
-        check_pairs(node, &keys, report).await;
+        check_pairs(node, &keys).await;
     }
     let removals: Vec<[&str; 2]> = keys.iter().map(|key| ["UNLINK", key]).collect();
     // The keys expire in any case.
@@ -49,7 +50,7 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut D
 }
 
 /// Reads each key with its neighbour, on the store's connection and on others.
-async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut DoctorReport) {
+async fn check_pairs(node: &mut NodeUnderTest<'_>, keys: &[String]) {
     let neighbours = keys.iter().zip(keys.iter().cycle().skip(1));
     let reads: Vec<[&str; 5]> =
         neighbours.map(|(one, other)| ["EVALSHA", SCRIPT_HASH, "2", one, other]).collect();
@@ -64,7 +65,7 @@ async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Doc
         }
     }
     for finding in findings(&found) {
-        node.add(report, finding);
+        node.add(finding);
     }
 }
 

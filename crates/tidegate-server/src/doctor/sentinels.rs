@@ -2,20 +2,18 @@
 
 use tidegate::store::redis::{NodeHealth, Reply};
 
-use super::{DoctorReport, Finding, NodeRole, NodeUnderTest};
+use super::{Finding, NodeRole, NodeUnderTest};
 use crate::tool::redis_info::pairs;
 
 const CHECK: &str = "sentinels";
 
-pub(super) async fn check(
-    primary: &NodeUnderTest<'_>,
-    sentinels: &[&NodeHealth],
-    report: &mut DoctorReport,
-) {
+pub(super) async fn check(primary: &mut NodeUnderTest<'_>, sentinels: &[&NodeHealth]) {
     let address = primary.address;
-    report.add(Finding::ok("topology", format!("the sentinels name {address} as the primary")));
+    primary
+        .report
+        .add(Finding::ok("topology", format!("the sentinels name {address} as the primary")));
     for sentinel in sentinels {
-        report.node(&sentinel.address, NodeRole::Sentinel);
+        primary.report.node(&sentinel.address, NodeRole::Sentinel);
         let finding =
             match primary.store.ask_node(&sentinel.address, &["SENTINEL", "MASTERS"]).await {
                 Ok(reply) => sentinel_finding(&reply, address),
@@ -25,7 +23,7 @@ pub(super) async fn check(
                         .advice("start it: every missing sentinel makes a failover less likely")
                 }
             };
-        report.add(finding.on(&sentinel.address));
+        primary.report.add(finding.on(&sentinel.address));
     }
 }
 

@@ -1,51 +1,44 @@
 //! Checks the version and the role of a server, and its number of clients.
 
-use super::{DoctorReport, Finding, NodeUnderTest};
+use super::{Finding, NodeUnderTest};
 
 /// Oldest supported version: the first one with `SET … PXAT`, which the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
 /// Share of `maxclients` that causes a warning, in percent.
 const MAX_CLIENTS_PERCENT: u64 = 80;
 
-pub(super) fn check(node: &NodeUnderTest<'_>, report: &mut DoctorReport) {
-    let info = &node.info;
-    let (Some(server), Some(version)) = (info.server(), info.version()) else {
+pub(super) fn check(node: &mut NodeUnderTest<'_>) {
+    let (Some(server), Some(version)) = (node.info.server(), node.info.version()) else {
         let advice = "for more checks, connect as another user, or grant +info +config|get +scan \
                       +pttl +acl|whoami";
-        return node.add(report, Finding::unknown("version", "INFO").advice(advice));
+        return node.add(Finding::unknown("version", "INFO").advice(advice));
     };
-    node.add(
-        report,
-        if version < MIN_VERSION {
-            let message = format!("{server} is too old: the scripts need Redis 6.2 or Valkey");
-            Finding::error("version", message).advice("upgrade Redis")
-        } else {
-            Finding::ok("version", server)
-        },
-    );
-    if info.text("role") == Some("slave") {
-        let primary = info.text("master_host").zip(info.text("master_port"));
+    node.add(if version < MIN_VERSION {
+        let message = format!("{server} is too old: the scripts need Redis 6.2 or Valkey");
+        Finding::error("version", message).advice("upgrade Redis")
+    } else {
+        Finding::ok("version", server)
+    });
+    if node.info.text("role") == Some("slave") {
+        let primary = node.info.text("master_host").zip(node.info.text("master_port"));
         let primary = primary.map_or_else(String::new, |(host, port)| format!(" of {host}:{port}"));
         let finding = Finding::error(
             "role",
             format!("it is a replica{primary}: it rejects writes, so decisions fail"),
         );
         let advice = "configure the address of the primary, or those of the sentinels";
-        node.add(report, finding.advice(advice));
+        node.add(finding.advice(advice));
     }
     if let (Some(clients), Some(max)) =
-        (info.number("connected_clients"), info.number("maxclients"))
+        (node.info.number("connected_clients"), node.info.number("maxclients"))
     {
         let message = format!("{clients} of at most {max} clients are connected");
-        node.add(
-            report,
-            if clients.saturating_mul(100) >= max.saturating_mul(MAX_CLIENTS_PERCENT) {
-                let advice =
-                    "raise `maxclients`: each instance of tidegate needs a connection to each node";
-                Finding::warning("connections", message).advice(advice)
-            } else {
-                Finding::ok("connections", message)
-            },
-        );
+        node.add(if clients.saturating_mul(100) >= max.saturating_mul(MAX_CLIENTS_PERCENT) {
+            let advice =
+                "raise `maxclients`: each instance of tidegate needs a connection to each node";
+            Finding::warning("connections", message).advice(advice)
+        } else {
+            Finding::ok("connections", message)
+        });
     }
 }
