@@ -66,17 +66,14 @@ pub(crate) struct Demand {
 #[derive(Debug, Clone, Copy, Serialize, Args)]
 pub(crate) struct RedisCalls {
     /// Decisions per call to Redis. Instances under load share calls; 1 is the worst case
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_BATCH", default_value_t = 1,
-        value_parser = clap::value_parser!(u64).range(1..=128)
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_BATCH")]
+    #[arg(default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=128))]
     pub(crate) batch: u64,
 
     /// Length of a user's key in bytes
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_KEY_BYTES", default_value_t = costs::KEY_BYTES,
-        value_parser = clap::value_parser!(u64).range(1..=1024)
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_KEY_BYTES")]
+    #[arg(default_value_t = costs::KEY_BYTES)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub(crate) key_bytes: u64,
 }
 
@@ -91,10 +88,8 @@ pub(crate) struct RedisServers {
     pub(crate) node_memory_bytes: u64,
 
     /// Share of the memory and of the CPU that stays free
-    #[arg(
-        long, value_name = "SHARE", env = "TIDEGATE_HEADROOM", default_value = "30%",
-        value_parser = units::share
-    )]
+    #[arg(long, value_name = "SHARE", env = "TIDEGATE_HEADROOM")]
+    #[arg(default_value = "30%", value_parser = units::share)]
     pub(crate) headroom: f64,
 }
 

@@ -5,6 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use clap::Args;
+use clap::builder::FalseyValueParser;
+use tidegate::internals::duration;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
@@ -36,10 +39,24 @@ const MAX_KEY_CHARS: usize = 1_024;
 const BLOCK_COLUMNS: usize = 160;
 
 /// Options of the view.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct TopOptions {
+    /// Time between two updates, and over which rates are averaged; 100ms to 60s
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_INTERVAL")]
+    #[arg(default_value = "2s", value_parser = duration::parse)]
     pub(crate) interval: Duration,
+
+    /// Timeout of a request
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT")]
+    #[arg(default_value = "5s", value_parser = duration::parse)]
+    pub(crate) timeout: Duration,
+
+    /// Print once and exit
+    #[arg(long, env = "TIDEGATE_ONCE", value_parser = FalseyValueParser::new())]
     pub(crate) once: bool,
+
+    /// Print JSON, one object per interval
+    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     pub(crate) json: bool,
 }
 

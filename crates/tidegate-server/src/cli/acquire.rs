@@ -59,17 +59,13 @@ pub(super) struct AcquireCommand {
     redis: RedisFlags,
 
     /// Timeout of a decision by Redis
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "1s",
-        value_parser = duration::parse
-    )]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT")]
+    #[arg(default_value = "1s", value_parser = duration::parse)]
     timeout: Duration,
 
     /// Number of decisions, one after the other
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_COUNT", default_value_t = 1,
-        value_parser = clap::value_parser!(u64).range(1..)
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_COUNT")]
+    #[arg(default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
 
     /// Record usage that has already happened: charge it even if it exceeds the limit. The exit

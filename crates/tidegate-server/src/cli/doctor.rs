@@ -46,10 +46,8 @@ pub(super) struct DoctorCommand {
     timeout: Option<Duration>,
 
     /// Number of decisions to measure per node
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_PROBES", default_value_t = 300,
-        value_parser = clap::value_parser!(u32).range(1..=100_000)
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_PROBES")]
+    #[arg(default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     probes: u32,
 
     /// Maximum number of keys to check per node

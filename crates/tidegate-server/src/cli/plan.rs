@@ -60,10 +60,8 @@ pub(super) struct PlanCommand {
     redis_password_file: Option<PathBuf>,
 
     /// Decisions per measured series; more are more precise
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_SAMPLES", default_value_t = 1_024,
-        value_parser = clap::value_parser!(u32).range(64..=1_000_000)
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_SAMPLES")]
+    #[arg(default_value_t = 1_024, value_parser = clap::value_parser!(u32).range(64..=1_000_000))]
     samples: u32,
 
     /// Print the measured costs as the table of the repository

@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
-use clap::builder::{FalseyValueParser, PossibleValuesParser};
+use clap::builder::FalseyValueParser;
 use tidegate::Algorithm;
 use tidegate::internals::duration;
 
+use super::quota::{LimitFlags, algorithm_parser};
 use crate::simulate::load::{GeneratedLoad, LoadKind};
-use crate::simulate::log::{AccessLogs, LogFileFormat};
+use crate::simulate::log::AccessLogs;
 use crate::simulate::output::OutputFile;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
@@ -74,13 +75,8 @@ pub(super) struct SimulateCommand {
 #[command(next_help_heading = "Traffic")]
 struct TrafficFlags {
     /// Generate traffic of this shape
-    #[arg(
-        long,
-        value_name = "SHAPE",
-        env = "TIDEGATE_LOAD",
-        conflicts_with = "access_log",
-        required_unless_present = "access_log"
-    )]
+    #[arg(long, value_name = "SHAPE", env = "TIDEGATE_LOAD")]
+    #[arg(conflicts_with = "access_log", required_unless_present = "access_log")]
     load: Option<LoadKind>,
 
     /// Mean requests per second of all clients
@@ -96,10 +92,8 @@ struct TrafficFlags {
     zipf: f64,
 
     /// Length of the traffic
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_DURATION", default_value = "60s",
-        value_parser = duration::parse
-    )]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_DURATION")]
+    #[arg(default_value = "60s", value_parser = duration::parse)]
     duration: Duration,
 
     /// Period of burst, boundary and diurnal [default: the window; 1d for diurnal]
@@ -115,25 +109,8 @@ struct TrafficFlags {
     #[arg(long = "attribute", value_name = "NAME=VALUE", value_parser = attribute)]
     attributes: Vec<(String, String)>,
 
-    /// Replay access logs; - is the standard input. They may be compressed with gzip or zstd, and
-    /// several are merged by time
-    #[arg(
-        long, value_name = "FILE", env = "TIDEGATE_SIMULATE_ACCESS_LOG", num_args = 1..
-    )]
-    access_log: Vec<PathBuf>,
-
-    /// Format of the access logs
-    #[arg(
-        long,
-        value_name = "FORMAT",
-        env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT",
-        default_value = "auto"
-    )]
-    access_log_format: LogFileFormat,
-
-    /// Stop at the first line that is not a request
-    #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
-    strict: bool,
+    #[command(flatten)]
+    logs: AccessLogs,
 }
 
 #[derive(Debug, Args)]
@@ -147,33 +124,21 @@ struct PolicyFlags {
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY", requires = "config")]
     policy: Option<String>,
 
-    /// Units per window
-    #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT")]
-    limit: Option<u64>,
-
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
-    #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
-    window: Option<Duration>,
+    #[command(flatten)]
+    limits: LimitFlags,
 
     /// Rate limit algorithm [default: sliding-log, or that of the policy]
-    #[arg(
-        long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM",
-        value_parser = PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str))
-    )]
-    algorithm: Option<String>,
+    #[arg(long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM")]
+    #[arg(value_parser = algorithm_parser())]
+    algorithm: Option<Algorithm>,
 
     /// Capacity of a token-bucket or leaky-bucket [default: the limit]
     #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
     burst: Option<u64>,
 
     /// Attribute to count by, without a file; several are counted together
-    #[arg(
-        long = "key",
-        value_name = "ATTRIBUTE",
-        default_value = "ip",
-        value_delimiter = ',',
-        conflicts_with = "config"
-    )]
+    #[arg(long = "key", value_name = "ATTRIBUTE")]
+    #[arg(default_value = "ip", value_delimiter = ',', conflicts_with = "config")]
     key: Vec<String>,
 
     /// Compare all algorithms at this limit
@@ -237,9 +202,9 @@ struct KnownPolicies {
 impl PolicyFlags {
     fn simulation(&self) -> anyhow::Result<(Simulation, KnownPolicies)> {
         let changes = QuotaChanges {
-            algorithm: self.algorithm.as_deref().map(str::parse).transpose()?,
-            limit: self.limit,
-            window: self.window,
+            algorithm: self.algorithm,
+            limit: self.limits.limit,
+            window: self.limits.window,
             burst: self.burst,
         };
         let policy = self.policy.as_deref();
@@ -305,12 +270,7 @@ impl TrafficFlags {
             self.attributes.is_empty(),
             "--attribute is for generated traffic: the requests of a log have their own"
         );
-        let logs = AccessLogs {
-            files: self.access_log.clone(),
-            format: self.access_log_format,
-            strict: self.strict,
-        };
-        let reader = logs.open()?;
+        let reader = self.logs.open()?;
         let bytes = reader.bytes.clone();
         let lines = reader.for_each(|request| {
             progress.count(|| Some(part(bytes.read.load(Ordering::Relaxed), bytes.total?)));

@@ -6,8 +6,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
-use clap::builder::FalseyValueParser;
-use tidegate::internals::duration;
 
 use crate::config::Secret;
 use crate::tool::client::{ClientOptions, Trust, read_token};
@@ -37,12 +35,8 @@ Examples:
     tidegate top --once --json | jq .rates.policies")]
 pub(super) struct TopCommand {
     /// URL of the admin listener: http://HOST:PORT, https:// for TLS, or unix:PATH
-    #[arg(
-        long,
-        value_name = "URL",
-        env = "TIDEGATE_ADMIN",
-        default_value = "http://127.0.0.1:8082"
-    )]
+    #[arg(long, value_name = "URL", env = "TIDEGATE_ADMIN")]
+    #[arg(default_value = "http://127.0.0.1:8082")]
     admin: String,
 
     /// File with the token of the admin listener [default: the variable `TIDEGATE_ADMIN_TOKEN`]
@@ -53,46 +47,25 @@ pub(super) struct TopCommand {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CA")]
     ca: Option<PathBuf>,
 
-    /// Time between two updates, and over which rates are averaged; 100ms to 60s
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_INTERVAL", default_value = "2s",
-        value_parser = duration::parse
-    )]
-    interval: Duration,
-
-    /// Timeout of a request
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "5s",
-        value_parser = duration::parse
-    )]
-    timeout: Duration,
-
-    /// Print once and exit
-    #[arg(long, env = "TIDEGATE_ONCE", value_parser = FalseyValueParser::new())]
-    once: bool,
-
-    /// Print JSON, one object per interval
-    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
-    json: bool,
+    #[command(flatten)]
+    options: TopOptions,
 }
 
 impl TopCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let interval = self.interval;
+        let options = self.options;
         ensure!(
-            (MIN_INTERVAL..=MAX_INTERVAL).contains(&interval),
+            (MIN_INTERVAL..=MAX_INTERVAL).contains(&options.interval),
             "--interval is out of range: it must be from 100ms to 60s"
         );
-        ensure!(!self.timeout.is_zero(), "--timeout must be longer than 0");
+        ensure!(!options.timeout.is_zero(), "--timeout must be longer than 0");
         let token = self.token()?;
-        let options = ClientOptions {
+        let client = AdminClient::new(&ClientOptions {
             address: &self.admin,
             token: token.as_ref(),
             trust: Trust::Authorities(self.ca.as_deref()),
-            timeout: self.timeout,
-        };
-        let client = AdminClient::new(&options)?;
-        let options = TopOptions { interval, once: self.once, json: self.json };
+            timeout: options.timeout,
+        })?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let result = runtime.block_on(top::run(client, options));
         // A request without an answer must not delay the exit.

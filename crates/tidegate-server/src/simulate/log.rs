@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context as _, bail};
+use clap::builder::FalseyValueParser;
 
 use self::file::LogFile;
 use self::record::Record;
@@ -39,13 +40,22 @@ pub(crate) enum LogFileFormat {
 }
 
 /// Access logs to read.
-#[derive(Debug, Clone)]
+#[derive(Debug, clap::Args)]
 pub(crate) struct AccessLogs {
-    /// `-` is the standard input.
-    pub(crate) files: Vec<PathBuf>,
-    pub(crate) format: LogFileFormat,
-    /// Whether a bad line is an error.
-    pub(crate) strict: bool,
+    /// Replay access logs; - is the standard input. They may be compressed with gzip or zstd, and
+    /// several are merged by time
+    #[arg(long = "access-log", value_name = "FILE", env = "TIDEGATE_SIMULATE_ACCESS_LOG")]
+    #[arg(id = "access_log", num_args = 1..)]
+    files: Vec<PathBuf>,
+
+    /// Format of the access logs
+    #[arg(long = "access-log-format", value_name = "FORMAT", default_value = "auto")]
+    #[arg(env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT")]
+    format: LogFileFormat,
+
+    /// Stop at the first line that is not a request
+    #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
+    strict: bool,
 }
 
 /// Counts of the lines.

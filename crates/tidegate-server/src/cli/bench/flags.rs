@@ -77,10 +77,8 @@ pub(super) struct TargetFlags {
     pub(super) ca: Option<PathBuf>,
 
     /// Connections to --grpc, which requests share. --http has one for each request in flight
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_CONNECTIONS", default_value = "8",
-        value_parser = count::<1_000>
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_CONNECTIONS")]
+    #[arg(default_value = "8", value_parser = count::<1_000>)]
     pub(super) connections: usize,
 }
 
@@ -115,16 +113,12 @@ pub(super) struct LoadFlags {
     arrivals: Arrivals,
 
     /// Maximum number of requests in flight in an open loop: further ones are sent late
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_MAX_IN_FLIGHT", default_value = "1000",
-        value_parser = count::<100_000>
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_MAX_IN_FLIGHT")]
+    #[arg(default_value = "1000", value_parser = count::<100_000>)]
     max_in_flight: usize,
 
     /// Closed loop: callers that each wait for their answer [default: 64]
-    #[arg(
-        long, value_name = "N", env = "TIDEGATE_CONCURRENCY", value_parser = count::<10_000>
-    )]
+    #[arg(long, value_name = "N", env = "TIDEGATE_CONCURRENCY", value_parser = count::<10_000>)]
     concurrency: Option<usize>,
 
     /// Length of the measurement [default: 10s, or until all --requests are sent]
@@ -140,10 +134,8 @@ pub(super) struct LoadFlags {
     warmup: Option<Duration>,
 
     /// Timeout of a request
-    #[arg(
-        long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "5s",
-        value_parser = duration::parse
-    )]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT")]
+    #[arg(default_value = "5s", value_parser = duration::parse)]
     pub(super) timeout: Duration,
 
     /// Number of keys
@@ -311,8 +303,8 @@ impl LoadPolicyFlags {
         if let Some(burst) = self.quota.burst {
             body["burst"] = json!(burst);
         }
-        if let Some(encoding) = &self.quota.encoding {
-            body["encoding"] = json!(encoding);
+        if let Some(encoding) = self.quota.encoding {
+            body["encoding"] = json!(encoding.as_str());
         }
         body
     }
