@@ -16,6 +16,7 @@ use self::recorder::{Recorders, Recording};
 use self::target::LoadTarget;
 use crate::metrics::process;
 use crate::tool::progress::ProgressBar;
+use crate::tool::text::float;
 
 mod closed_loop;
 pub(crate) mod grpc;
@@ -178,9 +179,8 @@ pub(crate) async fn run<T: LoadTarget>(
 }
 
 /// Returns the part of the measurement that is done.
-#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
 fn part(load: &LoadPlan, elapsed: Duration, requests: u64) -> Option<f64> {
     let of_time = load.duration.map(|all| elapsed.as_secs_f64() / all.as_secs_f64().max(1e-9));
-    let of_requests = load.requests.map(|all| requests as f64 / all.max(1) as f64);
+    let of_requests = load.requests.map(|all| float(requests) / float(all.max(1)));
     [of_time, of_requests].into_iter().flatten().reduce(f64::max)
 }

@@ -92,6 +92,19 @@ pub(crate) struct CheckOptions<'a> {
     pub(crate) max_keys: usize,
 }
 
+impl<'a> CheckOptions<'a> {
+    pub(crate) fn new(
+        config: &'a RedisConfig,
+        largest_log: u64,
+        probes: usize,
+        max_keys: usize,
+    ) -> Self {
+        let (prefix, sentinel_master) = (config.prefix(), config.sentinel_master());
+        let timeout = config.timeout();
+        Self { prefix, sentinel_master, largest_log, timeout, probes, max_keys }
+    }
+}
+
 /// Redis node that is being checked.
 struct NodeUnderTest<'a> {
     store: &'a RedisStore,
@@ -210,14 +223,7 @@ pub(crate) fn instances(configured: Option<usize>) -> Finding {
 
 /// Runs short checks at startup and logs each warning and each error once.
 pub(crate) async fn log_warnings(store: &RedisStore, config: &RedisConfig, largest_log: u64) {
-    let options = CheckOptions {
-        prefix: config.prefix(),
-        sentinel_master: config.sentinel_master(),
-        largest_log,
-        timeout: config.timeout(),
-        probes: STARTUP_PROBES,
-        max_keys: STARTUP_MAX_KEYS,
-    };
+    let options = CheckOptions::new(config, largest_log, STARTUP_PROBES, STARTUP_MAX_KEYS);
     let checks = run_checks(store, &options);
     let Ok(report) = tokio::time::timeout(STARTUP_TIMEOUT, checks).await else {
         tracing::warn!(
@@ -272,10 +278,7 @@ impl<'a> NodeUnderTest<'a> {
             return None;
         }
         let reply = self.ask(&["CONFIG", "GET", name]).await.ok()?;
-        redis_info::pairs(&reply)
-            .into_iter()
-            .find(|(found, _)| *found == name)
-            .map(|(_, value)| value.to_owned())
+        redis_info::value(&redis_info::pairs(&reply), name).map(str::to_owned)
     }
 
     /// Returns the advice to change a setting, such as `maxmemory-policy noeviction`.

@@ -11,6 +11,7 @@ use tidegate::internals::duration;
 use tidegate::{Algorithm, Encoding, Quota, QuotaError};
 
 use self::costs::Costs;
+use crate::tool::text::{float, whole};
 
 pub(crate) mod costs;
 pub(crate) mod measure;
@@ -187,7 +188,6 @@ impl Form {
     }
 
     /// Returns the maximum time for which a key outlives a single request, in windows.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     fn lifetime(self, limit: u64) -> f64 {
         match self.algorithm {
             // A log and a bucket live up to an eighth longer, so that not every request has to set
@@ -195,7 +195,7 @@ impl Form {
             Algorithm::SlidingLog => 1.125,
             Algorithm::SlidingCounter => 2.0,
             Algorithm::FixedWindow => 1.0,
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / limit as f64,
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / float(limit),
         }
     }
 }
@@ -206,15 +206,13 @@ impl Demand {
     }
 
     /// Returns the number of users that may have a count at the same time.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub(crate) fn active_users(&self) -> f64 {
-        (self.users as f64 * self.active.unwrap_or(1.0)).max(1.0)
+        (float(self.users) * self.active.unwrap_or(1.0)).max(1.0)
     }
 
     /// Returns the requests per second that the limit admits at most.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub(crate) fn limit_of_all_users(&self) -> f64 {
-        self.active_users() * self.limit as f64 / self.window.as_secs_f64()
+        self.active_users() * float(self.limit) / self.window.as_secs_f64()
     }
 
     /// Returns the maximum number of keys at the same time: each needs a request within its
@@ -225,9 +223,8 @@ impl Demand {
     }
 
     /// Returns the requests of a key per window, which the limit bounds.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     fn requests_per_key(&self) -> f64 {
-        (self.requests_per_window() / self.active_users()).clamp(1.0, (self.limit as f64).max(1.0))
+        (self.requests_per_window() / self.active_users()).clamp(1.0, float(self.limit).max(1.0))
     }
 }
 
@@ -277,7 +274,6 @@ impl CapacityPlan {
 }
 
 impl Need {
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     fn new(
         form: Form,
         demand: &Demand,
@@ -288,14 +284,14 @@ impl Need {
         let keys = demand.keys(form);
         let requests = demand.requests_per_key();
         let cost = |requests: f64| costs.at(form, requests, demand.window);
-        let longer_key = calls.key_bytes as f64 - costs::KEY_BYTES as f64;
+        let longer_key = float(calls.key_bytes) - float(costs::KEY_BYTES);
         let bytes = |requests: f64| cost(requests).bytes + costs.keyspace_bytes + longer_key;
         let memory = |requests: f64| keys * bytes(requests) * FRAGMENTATION;
-        let full = demand.limit as f64;
-        let batch = calls.batch as f64;
+        let full = float(demand.limit);
+        let batch = float(calls.batch);
         let cpu_micros = costs.cpu_micros(&cost(requests), batch);
         let cores = demand.rps * cpu_micros / 1e6;
-        let nodes = memory(requests) / servers.node_memory_bytes as f64;
+        let nodes = memory(requests) / float(servers.node_memory_bytes);
         let by_memory = primaries(nodes, servers.headroom);
         let by_cpu = primaries(cores, servers.headroom);
         let lifetime = demand.window.as_secs_f64() * form.lifetime(demand.limit);
@@ -330,13 +326,8 @@ fn primaries(need: f64, headroom: f64) -> u64 {
 }
 
 /// Returns the next whole number.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "saturates; the number is not negative"
-)]
 fn rounded_up(number: f64) -> u64 {
-    number.ceil() as u64
+    whole(number.ceil())
 }
 
 /// Recommends the exact log if no other form needs fewer primaries, else the counter.

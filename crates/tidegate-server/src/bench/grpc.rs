@@ -1,17 +1,17 @@
 //! [`GrpcTarget`]: `ShouldRateLimit` of Envoy's rate limit service.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use anyhow::bail;
 use axum::body::Bytes;
 use h2::client::{self, SendRequest};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri, Version, header};
 use prost::Message as _;
+use tokio::sync::Mutex;
 use tonic::{Code as GrpcCode, Status};
 
 use super::keys::KeySpace;
-use super::target::{Answer, LoadTarget, RequestError};
+use super::target::{Answer, LoadTarget, RequestError, within};
 use super::template::Template;
 use crate::envoy::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use crate::envoy::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
@@ -36,13 +36,8 @@ pub(crate) struct GrpcTarget {
     next: AtomicUsize,
 }
 
-/// Place of a connection.
-#[derive(Default)]
-struct ConnectionSlot {
-    sender: Mutex<Option<SendRequest<Bytes>>>,
-    /// Held while a connection is opened, so that there is only one.
-    opening: tokio::sync::Mutex<()>,
-}
+/// Place of a connection, locked while it is opened, so that there is only one.
+type ConnectionSlot = Mutex<Option<SendRequest<Bytes>>>;
 
 /// Domain and descriptors of all requests, and their cost.
 #[derive(Debug, Clone)]
@@ -118,11 +113,7 @@ impl GrpcTarget {
     }
 
     async fn call(&self, message: Bytes) -> Result<Answer, RequestError> {
-        match tokio::time::timeout(self.endpoint.timeout, self.call_without_timeout(message)).await
-        {
-            Ok(answer) => answer,
-            Err(_) => Err(RequestError::timeout(self.endpoint.timeout)),
-        }
+        within(self.endpoint.timeout, self.call_without_timeout(message)).await
     }
 
     async fn call_without_timeout(&self, message: Bytes) -> Result<Answer, RequestError> {
@@ -168,14 +159,9 @@ impl GrpcTarget {
     /// Returns the connection of a slot with room for a request, and opens it again if it was
     /// closed.
     async fn connection(&self, slot: &ConnectionSlot) -> Result<SendRequest<Bytes>, RequestError> {
-        if let Some(sender) = slot.current()
-            && let Ok(sender) = sender.ready().await
-        {
-            return Ok(sender);
-        }
-        let _opening = slot.opening.lock().await;
-        // Another request may have opened it.
-        if let Some(sender) = slot.current()
+        let mut slot = slot.lock().await;
+        // A sender without a request of its own is ready, unless the connection is closed.
+        if let Some(sender) = slot.clone()
             && let Ok(sender) = sender.ready().await
         {
             return Ok(sender);
@@ -190,14 +176,8 @@ impl GrpcTarget {
             .await
             .map_err(closed)?;
         tokio::spawn(connection);
-        *slot.sender.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender.clone());
+        *slot = Some(sender.clone());
         sender.ready().await.map_err(closed)
-    }
-}
-
-impl ConnectionSlot {
-    fn current(&self) -> Option<SendRequest<Bytes>> {
-        self.sender.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

@@ -12,7 +12,7 @@ use memchr::memmem;
 use serde_json::Value;
 
 use super::keys::KeySpace;
-use super::target::{Answer, LoadTarget, RequestError};
+use super::target::{Answer, LoadTarget, RequestError, within};
 use super::template::Template;
 use crate::tool::client::{ClientOptions, Endpoint, ServiceKind, problem_detail, read_body};
 
@@ -53,12 +53,7 @@ impl HttpTarget {
     }
 
     async fn call(&self, path: &PathAndQuery, key: &str) -> Result<Answer, RequestError> {
-        match tokio::time::timeout(self.endpoint.timeout, self.call_without_timeout(path, key))
-            .await
-        {
-            Ok(answer) => answer,
-            Err(_) => Err(RequestError::timeout(self.endpoint.timeout)),
-        }
+        within(self.endpoint.timeout, self.call_without_timeout(path, key)).await
     }
 
     async fn call_without_timeout(

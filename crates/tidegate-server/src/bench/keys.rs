@@ -24,7 +24,8 @@ pub(crate) struct KeySpace {
     pub(crate) distribution: KeyDistribution,
     /// Exponent of Zipf's law.
     pub(crate) zipf: Option<f64>,
-    prefix: String,
+    /// Text that all keys of this run start with.
+    pub(crate) prefix: String,
     /// Digits of a number. All keys are equally long, see [`Template`](super::template::Template).
     digits: usize,
     numbers: Zipf,
@@ -49,11 +50,6 @@ impl KeySpace {
             digits: (count - 1).to_string().len(),
             numbers: Zipf::new(count, zipf.unwrap_or(0.0)),
         }
-    }
-
-    /// Returns the text that all keys of this run start with.
-    pub(crate) fn prefix(&self) -> &str {
-        &self.prefix
     }
 
     /// Returns a text that is as long as a key, but differs from all keys.
@@ -101,7 +97,7 @@ mod tests {
         let next = |_| {
             sequence.next_into(&mut key);
             assert_eq!(key.len(), space.placeholder().len());
-            key.strip_prefix(space.prefix()).expect("a key of this run").to_owned()
+            key.strip_prefix(&space.prefix).expect("a key of this run").to_owned()
         };
         (0..50).map(next).collect()
     }

@@ -10,7 +10,7 @@ use tidegate::internals::duration::readable;
 
 use super::{LoadMeasurement, LoadPlan, Pace};
 use crate::tool::style;
-use crate::tool::text::{flag_name, float, grouped, scaled};
+use crate::tool::text::{flag_name, float, grouped, scaled, whole};
 
 const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
 /// Part of all CPUs from which the generator is considered the bottleneck.
@@ -29,6 +29,12 @@ pub(crate) struct TargetSummary {
     pub(crate) requests: String,
     /// Text about the keys that the run leaves behind.
     pub(crate) note: Option<String>,
+}
+
+impl TargetSummary {
+    pub(crate) fn new(kind: &'static str, name: &str, requests: String) -> Self {
+        Self { kind, name: name.to_owned(), requests, note: None }
+    }
 }
 
 /// Result of a run.
@@ -223,7 +229,7 @@ impl BenchReport {
                 "count": keys.count,
                 "distribution": flag_name(&keys.distribution),
                 "zipf": keys.zipf,
-                "prefix": keys.prefix(),
+                "prefix": keys.prefix,
             },
             "loop": pace,
             "seconds": measured.elapsed.as_secs_f64(),
@@ -265,13 +271,8 @@ fn latency(nanos: u64) -> String {
 }
 
 /// Formats a number without decimals.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "positive; a cast saturates"
-)]
 fn rounded(number: f64) -> String {
-    if number < 10.0 { format!("{number:.2}") } else { grouped(number.round() as u64) }
+    if number < 10.0 { format!("{number:.2}") } else { grouped(whole(number.round())) }
 }
 
 #[cfg(test)]

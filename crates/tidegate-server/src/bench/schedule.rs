@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::tool::random::SeededRandom;
+use crate::tool::text::float;
 
 /// Times between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -33,11 +34,10 @@ impl Schedule {
 impl Iterator for Schedule {
     type Item = Duration;
 
-    #[expect(clippy::cast_precision_loss, reason = "below 2^53")]
     fn next(&mut self) -> Option<Duration> {
         let seconds = match self.arrivals {
             // A product has no rounding errors that add up.
-            Arrivals::Fixed => self.number as f64 * self.interval,
+            Arrivals::Fixed => float(self.number) * self.interval,
             Arrivals::Poisson => {
                 self.seconds += self.interval * self.random.exponential();
                 self.seconds

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::future::Future;
+use std::time::Duration;
 
 /// A store, or a client of a service.
 pub(crate) trait LoadTarget: Send + Sync + 'static {
@@ -34,8 +35,16 @@ impl RequestError {
     pub(super) fn connect(error: &anyhow::Error) -> Self {
         Self::new("connect", format_args!("{error:#}"))
     }
+}
 
-    pub(super) fn timeout(timeout: std::time::Duration) -> Self {
-        Self::new("timeout", format_args!("no answer within {timeout:?}"))
-    }
+/// Waits for an answer until the timeout.
+pub(super) async fn within(
+    timeout: Duration,
+    call: impl Future<Output = Result<Answer, RequestError>>,
+) -> Result<Answer, RequestError> {
+    let late = |_| {
+        let message = format_args!("no answer within {timeout:?}");
+        Err(RequestError::new("timeout", message))
+    };
+    tokio::time::timeout(timeout, call).await.unwrap_or_else(late)
 }

@@ -18,7 +18,7 @@ use crate::bench::keys::KeySpace;
 use crate::bench::report::{BenchReport, TargetSummary};
 use crate::bench::store::StoreTarget;
 use crate::bench::{self, LoadMeasurement, LoadPlan};
-use crate::config::{Config, RedisConfig, Secret, StoreConfig, Topology};
+use crate::config::{Config, Secret, StoreConfig, Topology};
 use crate::serve;
 use crate::tool::client::{self, ClientOptions, Trust};
 use crate::tool::output;
@@ -135,12 +135,7 @@ impl BenchCommand {
             StoreConfig::Memory(settings) => {
                 let store = MemoryStore::builder().max_keys(settings.max_keys).build();
                 let target = StoreTarget::new(store, quota, cost);
-                let summary = TargetSummary {
-                    kind: "memory",
-                    name: "memory".to_owned(),
-                    requests,
-                    note: None,
-                };
+                let summary = TargetSummary::new("memory", "memory", requests);
                 Ok((summary, bench::run(load, target).await?))
             }
             StoreConfig::Redis(redis) => {
@@ -153,9 +148,15 @@ impl BenchCommand {
                 let note = format!(
                     "the keys of this run start with {prefix}:{{{}; each has an expiry, so they \
                      need no clean-up",
-                    load.keys.prefix()
+                    load.keys.prefix
                 );
-                Ok((redis_summary(&redis, requests, note), measured))
+                let name = match redis.topology() {
+                    Topology::Single => "Redis",
+                    Topology::Cluster => "Redis Cluster",
+                    Topology::Sentinel => "Redis with Sentinel",
+                };
+                let summary = TargetSummary::new("redis", name, requests);
+                Ok((TargetSummary { note: Some(note), ..summary }, measured))
             }
         }
     }
@@ -171,7 +172,7 @@ impl BenchCommand {
         serve::raise_file_limit();
         let target = HttpTarget::connect(&self.client(url, token.as_ref()), &body, keys).await?;
         self.load.check_key("--attribute", target.has_key())?;
-        let summary = TargetSummary { kind: "http", name: url.to_owned(), requests, note: None };
+        let summary = TargetSummary::new("http", url, requests);
         Ok((summary, bench::run(load, target).await?))
     }
 
@@ -235,12 +236,7 @@ impl BenchCommand {
         let client = self.client(address, token.as_ref());
         let target = GrpcTarget::connect(&client, &query, keys, *connections).await?;
         self.load.check_key("--descriptor", target.has_key())?;
-        let summary = TargetSummary {
-            kind: "grpc",
-            name: address.to_owned(),
-            requests: format!("domain {domain}"),
-            note: None,
-        };
+        let summary = TargetSummary::new("grpc", address, format!("domain {domain}"));
         Ok((summary, bench::run(load, target).await?))
     }
 
@@ -252,15 +248,6 @@ impl BenchCommand {
         let trust = Trust::Authorities(self.target.ca.as_deref());
         ClientOptions { address, token, trust, timeout: self.load.timeout }
     }
-}
-
-fn redis_summary(redis: &RedisConfig, requests: String, note: String) -> TargetSummary {
-    let name = match redis.topology() {
-        Topology::Single => "Redis",
-        Topology::Cluster => "Redis Cluster",
-        Topology::Sentinel => "Redis with Sentinel",
-    };
-    TargetSummary { kind: "redis", name: name.to_owned(), requests, note: Some(note) }
 }
 
 /// Describes a quota, such as `token-bucket, 100 per 1s, burst 500`.

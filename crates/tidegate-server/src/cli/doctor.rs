@@ -106,14 +106,8 @@ impl DoctorCommand {
                 return Ok(DoctorReport::from(finding));
             }
         };
-        let options = CheckOptions {
-            prefix: redis.prefix(),
-            sentinel_master: redis.sentinel_master(),
-            largest_log,
-            timeout: redis.timeout(),
-            probes: usize::try_from(self.probes)?,
-            max_keys: usize::try_from(self.keys)?,
-        };
+        let (probes, keys) = (usize::try_from(self.probes)?, usize::try_from(self.keys)?);
+        let options = CheckOptions::new(redis, largest_log, probes, keys);
         let mut report = doctor::run_checks(&store, &options).await;
         // Without a file, there are no settings of a service to check.
         if self.config.is_some() {

@@ -22,6 +22,7 @@ use crate::simulate::{
 };
 use crate::tool::output;
 use crate::tool::progress::ProgressBar;
+use crate::tool::text::float;
 
 /// Period of a generated load without a window to take it from.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(60);
@@ -260,7 +261,7 @@ impl TrafficFlags {
             traffic.generated = Some(period);
             simulation.start_at(period.0);
             load.for_each(|request, time| {
-                progress.count(|| Some(part(time, end)));
+                progress.count(|| Some(float(time) / float(end)));
                 decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
             })?;
             ensure!(traffic.requests > 0, "the load has no request: raise --rate or --duration");
@@ -273,7 +274,10 @@ impl TrafficFlags {
         let reader = self.logs.open()?;
         let bytes = reader.bytes.clone();
         let lines = reader.for_each(|request| {
-            progress.count(|| Some(part(bytes.read.load(Ordering::Relaxed), bytes.total?)));
+            progress.count(|| {
+                let read = bytes.read.load(Ordering::Relaxed);
+                Some(float(read) / float(bytes.total?.max(1)))
+            });
             decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
         })?;
         let is_unknown = |name: &&String| !(known.is_attribute)(name);
@@ -317,9 +321,4 @@ fn decide(
         }
     });
     written.context("--decisions")
-}
-
-#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
-fn part(done: u64, total: u64) -> f64 {
-    done as f64 / total.max(1) as f64
 }

@@ -8,7 +8,7 @@ use tidegate::store::redis::{Reply, SCRIPT_COMMANDS};
 use super::keys::escape_pattern;
 use super::{Finding, NodeUnderTest};
 use crate::config::Topology;
-use crate::tool::redis_info::{is_absent_command, pairs};
+use crate::tool::redis_info::{is_absent_command, pairs, value};
 
 const CHECK: &str = "acl";
 
@@ -234,8 +234,7 @@ fn missing_permission(command: &str, error: &str, prefix: &str) -> Option<String
 
 /// Parses the reply of ACL GETUSER; `None` if it lists no commands.
 fn is_unrestricted(reply: &Reply) -> Option<bool> {
-    let rules = pairs(reply);
-    let commands = rules.iter().find(|(name, _)| *name == "commands")?.1;
+    let commands = value(&pairs(reply), "commands")?;
     Some(commands.split(' ').any(|rule| rule == "+@all"))
 }
 

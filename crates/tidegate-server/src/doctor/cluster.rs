@@ -3,7 +3,7 @@
 use tidegate::store::redis::Reply;
 
 use super::{Finding, NodeUnderTest};
-use crate::tool::redis_info::Info;
+use crate::tool::redis_info::{self, Info};
 
 const CHECK: &str = "topology";
 const SLOTS: i64 = 16_384;
@@ -106,8 +106,7 @@ pub(super) fn replicas_of(primary: &str, reply: &Reply) -> Vec<String> {
         let Some(Reply::Integer(port)) = parts.get(1) else { return None };
         // A node may leave out its host, which is that of the node that was asked.
         Some(match parts.first()? {
-            Reply::Text(host) if host.contains(':') => format!("[{host}]:{port}"),
-            Reply::Text(host) if !host.is_empty() && host != "?" => format!("{host}:{port}"),
+            Reply::Text(host) if !host.is_empty() && host != "?" => redis_info::address(host, port),
             _ => format!("{own_host}:{port}"),
         })
     };

@@ -3,7 +3,7 @@
 use tidegate::store::redis::{NodeHealth, Reply};
 
 use super::{Finding, NodeRole, NodeUnderTest};
-use crate::tool::redis_info::pairs;
+use crate::tool::redis_info::{self, pairs, value};
 
 const CHECK: &str = "sentinels";
 
@@ -72,12 +72,7 @@ fn sentinel_finding(reply: &Reply, address: &str) -> Finding {
 /// Returns the address of a replica in a reply of SENTINEL REPLICAS.
 pub(super) fn address_of(replica: &Reply) -> Option<String> {
     let fields = pairs(replica);
-    let (ip, port) = (value(&fields, "ip")?, value(&fields, "port")?);
-    Some(if ip.contains(':') { format!("[{ip}]:{port}") } else { format!("{ip}:{port}") })
-}
-
-fn value<'a>(entry: &[(&'a str, &'a str)], name: &str) -> Option<&'a str> {
-    entry.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
+    Some(redis_info::address(value(&fields, "ip")?, value(&fields, "port")?))
 }
 
 #[cfg(test)]

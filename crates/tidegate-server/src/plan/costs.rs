@@ -9,6 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 use tidegate::{Algorithm, Encoding};
 
 use super::Form;
+use crate::tool::text::float;
 
 /// Length of a user's key in the table. The key in Redis also has the prefix `rate_limit` and the
 /// policy `per-user`.
@@ -111,10 +112,9 @@ impl Costs {
         FormCost { bytes: self.interpolated(form, entries).bytes + entries * longer, ..cost }
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     fn interpolated(&self, form: Form, entries: f64) -> FormCost {
         let rows: Vec<&CostRow> = self.rows.iter().filter(|row| row.form == form).collect();
-        let after = rows.iter().position(|row| row.entries as f64 >= entries);
+        let after = rows.iter().position(|row| float(row.entries) >= entries);
         let (low, high) = match (after, rows.as_slice()) {
             (_, []) => return FormCost::default(),
             (_, [only]) => return only.cost,
@@ -122,8 +122,8 @@ impl Costs {
             (Some(after), rows) => (rows[after - 1], rows[after]),
             (None, [.., low, high]) => (*low, *high),
         };
-        let span = (high.entries - low.entries) as f64;
-        low.cost.towards(&high.cost, (entries - low.entries as f64) / span)
+        let span = float(high.entries - low.entries);
+        low.cost.towards(&high.cost, (entries - float(low.entries)) / span)
     }
 }
 
@@ -159,9 +159,8 @@ impl FormCost {
 }
 
 /// Returns the cost per decision: its own, and its share of the cost of a call.
-#[expect(clippy::cast_precision_loss, reason = "a small number")]
 fn shared(single: f64, batched: f64, batch: f64) -> f64 {
-    let call = (single - batched) / (1.0 - 1.0 / BATCH as f64);
+    let call = (single - batched) / (1.0 - 1.0 / float(BATCH as u64));
     single - call + call / batch
 }
 

@@ -17,6 +17,7 @@ use super::{FORMS, Form};
 use crate::tool::percentiles::nearest_rank;
 use crate::tool::progress::ProgressBar;
 use crate::tool::redis_info::Info;
+use crate::tool::text::float;
 
 /// Fills of a key that are measured. A sorted set changes its form above 128 members.
 const SORTED_SET_FILLS: [Fill; 5] =
@@ -83,9 +84,8 @@ impl Fill {
 
     /// Returns the window with which every further decision adds an entry and one expires, as in
     /// production: the time in which the live ones were added.
-    #[expect(clippy::cast_precision_loss, reason = "a small number")]
     fn window(self, elapsed: Duration) -> anyhow::Result<Duration> {
-        let window = elapsed.mul_f64(self.live / self.filled as f64);
+        let window = elapsed.mul_f64(self.live / float(self.filled));
         let window = Duration::from_millis(u64::try_from(window.as_millis())?);
         Ok(window.clamp(MIN_WINDOW, MAX_WINDOW))
     }
@@ -239,7 +239,7 @@ impl CostMeasurement {
         quota: &Quota,
         keys: &[String],
     ) -> anyhow::Result<(f64, f64)> {
-        let decisions = as_number(self.samples);
+        let decisions = float(self.samples as u64);
         let network = self.network_bytes().await?;
         let cpu = self.cpu_micros().await?;
         self.decide(limiter, quota, keys, self.samples).await?;
@@ -264,7 +264,7 @@ impl CostMeasurement {
             });
             let decided = try_join_all(calls).await?;
             ensure!(decided.iter().all(|decision| decision.allowed), "a decision was denied");
-            let part = as_number(self.rows.0.get()) / as_number(self.rows.1.max(1));
+            let part = float(self.rows.0.get() as u64) / float(self.rows.1.max(1) as u64);
             for _ in decided {
                 self.progress.borrow_mut().count(|| Some(part));
             }
@@ -283,7 +283,7 @@ impl CostMeasurement {
         for node in self.primaries() {
             for reply in self.store().ask_node_all(&node, &commands).await? {
                 match reply {
-                    Reply::Integer(usage) => usages.push(usize::try_from(usage)?),
+                    Reply::Integer(usage) => usages.push(u64::try_from(usage)?),
                     Reply::Error(error) if error.starts_with("MOVED") => {}
                     Reply::Nil => {}
                     Reply::Error(error) => bail!("MEMORY USAGE: {error}"),
@@ -292,7 +292,7 @@ impl CostMeasurement {
             }
         }
         ensure!(!usages.is_empty(), "MEMORY USAGE found no key");
-        Ok(as_number(usages.iter().sum()) / as_number(usages.len()))
+        Ok(float(usages.iter().sum()) / float(usages.len() as u64))
     }
 
     /// Returns the memory per key that MEMORY USAGE leaves out.
@@ -305,7 +305,7 @@ impl CostMeasurement {
         let usage = self.memory_usage(&quota, &keys).await?;
         self.clean_up().await?;
         // Other clients may have created or deleted keys meanwhile.
-        Ok((growth / as_number(keys.len()) - usage).clamp(0.0, MAX_KEYSPACE_BYTES))
+        Ok((growth / float(keys.len() as u64) - usage).clamp(0.0, MAX_KEYSPACE_BYTES))
     }
 
     /// Returns the CPU cores that Redis uses without the measurement.
@@ -327,12 +327,8 @@ impl CostMeasurement {
     async fn info(&self, section: &str, fields: &[&str]) -> anyhow::Result<f64> {
         let mut sum = 0.0;
         for node in self.primaries() {
-            let text = match self.store().ask_node(&node, &["INFO", section]).await? {
-                Reply::Text(text) => text,
-                Reply::Error(error) => bail!("INFO: {error}"),
-                other => bail!("INFO answered {other:?}"),
-            };
-            let info = Info::parse(&text);
+            let reply = self.store().ask_node(&node, &["INFO", section]).await?;
+            let info = Info::parse(&text_of("INFO", reply)?);
             for field in fields {
                 let number = info.text(field).and_then(|text| text.parse::<f64>().ok());
                 sum += number.with_context(|| format!("INFO has no {field}"))?;
@@ -353,11 +349,8 @@ impl<'m> EmptyScript<'m> {
     async fn load(measurement: &'m CostMeasurement) -> anyhow::Result<Self> {
         let node = measurement.primaries().into_iter().next().context("Redis has no primary")?;
         let load = ["SCRIPT", "LOAD", "return 0"];
-        match measurement.store().ask_node(&node, &load).await? {
-            Reply::Text(hash) => Ok(Self { measurement, node, hash }),
-            Reply::Error(error) => bail!("SCRIPT LOAD: {error}"),
-            other => bail!("SCRIPT LOAD answered {other:?}"),
-        }
+        let hash = text_of("SCRIPT LOAD", measurement.store().ask_node(&node, &load).await?)?;
+        Ok(Self { measurement, node, hash })
     }
 
     /// Returns the CPU time per call in a pipeline.
@@ -371,7 +364,16 @@ impl<'m> EmptyScript<'m> {
             }
         }
         let micros = self.measurement.cpu_micros().await? - before;
-        Ok(micros / as_number(self.measurement.samples))
+        Ok(micros / float(self.measurement.samples as u64))
+    }
+}
+
+/// Returns the text that a command answered.
+fn text_of(command: &str, reply: Reply) -> anyhow::Result<String> {
+    match reply {
+        Reply::Text(text) => Ok(text),
+        Reply::Error(error) => bail!("{command}: {error}"),
+        other => bail!("{command} answered {other:?}"),
     }
 }
 
@@ -387,9 +389,4 @@ fn fills_of(form: Form) -> &'static [Fill] {
 fn percentile(mut numbers: Vec<f64>, percent: usize) -> f64 {
     numbers.sort_by(f64::total_cmp);
     nearest_rank(&numbers, percent).unwrap_or_default()
-}
-
-#[expect(clippy::cast_precision_loss, reason = "an estimate")]
-fn as_number(count: usize) -> f64 {
-    count as f64
 }

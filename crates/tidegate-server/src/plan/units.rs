@@ -1,11 +1,12 @@
 //! Parsers of the numbers, sizes and shares of a plan.
 
+use crate::tool::text::whole;
+
 /// Parses a whole number such as `1_000_000`, `150k`, `1.5M` or `1B`.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked")]
 pub(super) fn count(text: &str) -> Result<u64, String> {
     let number = scaled(text, &AMOUNTS).filter(|number| number.fract() == 0.0);
     number
-        .map(|number| number as u64)
+        .map(whole)
         .ok_or_else(|| format!("{text:?} is not a whole number like 5000, 150k, 20M or 1B"))
 }
 
@@ -17,10 +18,9 @@ pub(super) fn rate(text: &str) -> Result<f64, String> {
 }
 
 /// Parses a size such as `16GiB` or `500MB`.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked")]
 pub(super) fn bytes(text: &str) -> Result<u64, String> {
     scaled(text, &SIZES)
-        .map(|size| size as u64)
+        .map(whole)
         .filter(|size| *size >= 1 << 20)
         .ok_or_else(|| format!("{text:?} is not a size like 16GiB or 500MB, of at least 1 MiB"))
 }

@@ -131,7 +131,7 @@ impl LogReader {
                 None => _ = std::collections::binary_heap::PeekMut::pop(head),
             }
         }
-        let files = self.files.iter().map(LogFile::name).collect::<Vec<_>>().join(", ");
+        let files = self.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>().join(", ");
         let counts = self.counts();
         match counts.examples.first() {
             _ if requests > 0 => Ok(counts),

@@ -180,7 +180,7 @@ impl SimulationReport {
                     worst,
                     grouped(tally.over),
                     grouped(tally.under),
-                    grouped(tally.key_count() as u64),
+                    grouped(tally.keys.len() as u64),
                     grouped(tally.denied_keys() as u64),
                     bytes(tally.memory_bytes()),
                 ]);
@@ -240,7 +240,7 @@ impl SimulationReport {
             output,
             "{} requests of {} keys would newly be denied, {} newly admitted",
             grouped(comparison.newly_denied),
-            grouped(comparison.key_count() as u64),
+            grouped(comparison.keys.len() as u64),
             grouped(comparison.newly_admitted)
         )?;
         if comparison.other_errors > 0 {
@@ -293,12 +293,12 @@ impl SimulationReport {
             report["what_if"] = json!({
                 "newly_denied": comparison.newly_denied,
                 "newly_admitted": comparison.newly_admitted,
-                "keys": comparison.key_count(),
+                "keys": comparison.keys.len(),
                 "heaviest_keys": keys.collect::<Vec<_>>(),
                 "newly_denied_over_time": comparison.series.as_ref().map(|series| json!({
-                    "start": utc(series.start()),
-                    "bin_ms": millis(series.width()),
-                    "requests": series.bins().iter().map(|bin| bin.denied).collect::<Vec<_>>(),
+                    "start": utc(series.start),
+                    "bin_ms": millis(series.width),
+                    "requests": series.bins.iter().map(|bin| bin.denied).collect::<Vec<_>>(),
                 })),
             });
         }
@@ -355,21 +355,21 @@ fn policy_json(tally: &PolicyTally) -> Value {
         "over_admitted_units": tally.over_units,
         "under_admitted": tally.under,
         "under_admitted_units": tally.under_units,
-        "keys": tally.key_count(),
+        "keys": tally.keys.len(),
         "denied_keys": tally.denied_keys(),
         "heaviest_keys": heavy.collect::<Vec<_>>(),
-        "peak_keys": tally.peak_keys(),
-        "peak_log_entries": tally.peak_log_entries(),
+        "peak_keys": tally.live_keys.peak,
+        "peak_log_entries": tally.live_entries.peak,
         "memory_bytes": tally.memory_bytes(),
         "over_time": series_json(&tally.series),
     })
 }
 
 fn series_json(series: &Series) -> Value {
-    let bins = series.bins();
+    let bins = &series.bins;
     json!({
-        "start": utc(series.start()),
-        "bin_ms": millis(series.width()),
+        "start": utc(series.start),
+        "bin_ms": millis(series.width),
         "admitted": bins.iter().map(|bin| bin.admitted).collect::<Vec<_>>(),
         "denied": bins.iter().map(|bin| bin.denied).collect::<Vec<_>>(),
     })

@@ -31,10 +31,11 @@ impl Bin {
 /// Bins of equal width from the first time on.
 #[derive(Debug, Clone)]
 pub(super) struct Series {
-    start: u64,
-    /// Microseconds.
-    width: u64,
-    bins: Vec<Bin>,
+    /// Time of the first bin, in microseconds since the Unix epoch.
+    pub(super) start: u64,
+    /// Width of a bin in microseconds.
+    pub(super) width: u64,
+    pub(super) bins: Vec<Bin>,
 }
 
 impl Series {
@@ -76,20 +77,6 @@ impl Series {
             self.widen();
         }
     }
-
-    /// Returns the time of the first bin, in microseconds since the Unix epoch.
-    pub(super) fn start(&self) -> u64 {
-        self.start
-    }
-
-    /// Returns the width of a bin in microseconds.
-    pub(super) fn width(&self) -> u64 {
-        self.width
-    }
-
-    pub(super) fn bins(&self) -> &[Bin] {
-        &self.bins
-    }
 }
 
 #[cfg(test)]
@@ -112,13 +99,13 @@ mod tests {
             bin.denied += step % 2;
             bin.peak = bin.peak.max(step);
         }
-        assert!(series.bins().len() <= MAX_BINS && series.bins().len() > MAX_BINS / 5);
-        let sum = |count: fn(&Bin) -> u64| series.bins().iter().map(count).sum::<u64>();
+        assert!(series.bins.len() <= MAX_BINS && series.bins.len() > MAX_BINS / 5);
+        let sum = |count: fn(&Bin) -> u64| series.bins.iter().map(count).sum::<u64>();
         assert_eq!(sum(|bin| bin.admitted), 100_000);
         assert_eq!(sum(|bin| bin.denied), 50_000);
-        assert_eq!(series.bins().last().map(|bin| bin.peak), Some(99_999));
+        assert_eq!(series.bins.last().map(|bin| bin.peak), Some(99_999));
         // A late time far away is one more step, not a long loop.
         series.at(u64::MAX / 2).admitted += 1;
-        assert!(series.bins().len() <= MAX_BINS);
+        assert!(series.bins.len() <= MAX_BINS);
     }
 }

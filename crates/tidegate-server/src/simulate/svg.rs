@@ -148,7 +148,7 @@ fn panels(report: &SimulationReport, span: u64) -> Vec<Panel<'_>> {
         panels.retain(|panel| panel.tally.requests >= least);
         panels.truncate(MAX_PANELS);
     }
-    let widest = panels.iter().map(|panel| panel.series.width()).max().unwrap_or_default();
+    let widest = panels.iter().map(|panel| panel.series.width).max().unwrap_or_default();
     let is_accepted = |width| width >= widest && span.div_ceil(width) <= MAX_BARS;
     for panel in &mut panels {
         panel.series.widen_until(is_accepted);
@@ -160,12 +160,12 @@ impl Panel<'_> {
     /// Returns the most requests in a bin.
     fn highest(&self) -> u64 {
         let requests = |bin: &Bin| bin.admitted + bin.denied;
-        self.series.bins().iter().map(requests).max().unwrap_or(0).max(1)
+        self.series.bins.iter().map(requests).max().unwrap_or(0).max(1)
     }
 
     /// Returns the highest part of a limit that was admitted, in thousandths.
     fn peak(&self) -> u64 {
-        self.series.bins().iter().map(|bin| bin.peak).max().unwrap_or(0)
+        self.series.bins.iter().map(|bin| bin.peak).max().unwrap_or(0)
     }
 
     /// Returns the times after the start at which a window aligned to the clock begins, unless
@@ -191,10 +191,10 @@ impl Panel<'_> {
             grouped(tally.under)
         );
         text(svg, LEFT, top + 32.0, "muted", &counts);
-        let bins = series.bins();
-        let bin_count = span.div_ceil(series.width()).max(bins.len() as u64);
+        let bins = &series.bins;
+        let bin_count = span.div_ceil(series.width).max(bins.len() as u64);
         let step = PLOT_WIDTH / bin_count as f64;
-        let time_scale = PLOT_WIDTH / (bin_count * series.width()) as f64;
+        let time_scale = PLOT_WIDTH / (bin_count * series.width) as f64;
         for time in self.boundaries(start, span) {
             let x = LEFT + time as f64 * time_scale;
             vertical(svg, x, top + TITLE, top + PANEL - AXIS);
@@ -203,7 +203,7 @@ impl Panel<'_> {
         let base = top + TITLE + REQUESTS;
         let scale = REQUESTS / highest as f64;
         grid(svg, base);
-        let per_second = highest as f64 * 1e6 / series.width() as f64;
+        let per_second = highest as f64 * 1e6 / series.width as f64;
         text(svg, LEFT - 6.0, base - REQUESTS + 10.0, "muted end", &rounded(per_second));
         text(svg, LEFT - 6.0, base - REQUESTS + 24.0, "muted end", "per s");
         // Admitted requests cover the lower part of the bars behind them.

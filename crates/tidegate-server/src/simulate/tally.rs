@@ -36,9 +36,11 @@ pub(super) struct PolicyTally {
     pub(super) under_units: u64,
     pub(super) worst: Option<WorstWindow>,
     pub(super) series: Series,
-    keys: HashMap<String, KeyTally>,
-    live_keys: LiveCount,
-    live_entries: LiveCount,
+    pub(super) keys: HashMap<String, KeyTally>,
+    /// Keys that count at the same time.
+    pub(super) live_keys: LiveCount,
+    /// Requests that sliding logs hold at the same time.
+    pub(super) live_entries: LiveCount,
 }
 
 /// Window in which a key was admitted most units, as a part of its limit.
@@ -63,7 +65,7 @@ pub(super) struct HeavyKey {
 }
 
 #[derive(Debug, Default)]
-struct KeyTally {
+pub(super) struct KeyTally {
     requests: u64,
     admitted: u64,
     denied: u64,
@@ -180,11 +182,6 @@ impl PolicyTally {
         }
     }
 
-    /// Returns the number of keys.
-    pub(super) fn key_count(&self) -> usize {
-        self.keys.len()
-    }
-
     /// Returns the number of keys with a denial.
     pub(super) fn denied_keys(&self) -> usize {
         self.keys.values().filter(|tally| tally.denied > 0).count()
@@ -225,19 +222,9 @@ impl PolicyTally {
         }
     }
 
-    /// Returns the highest number of keys that counted at the same time.
-    pub(super) fn peak_keys(&self) -> u64 {
-        self.live_keys.peak
-    }
-
-    /// Returns the highest number of requests that sliding logs held at the same time.
-    pub(super) fn peak_log_entries(&self) -> u64 {
-        self.live_entries.peak
-    }
-
     /// Returns the estimated size of the counts in a memory store, in bytes.
     pub(super) fn memory_bytes(&self) -> u64 {
-        self.peak_keys() * KEY_BYTES + self.peak_log_entries() * LOG_ENTRY_BYTES
+        self.live_keys.peak * KEY_BYTES + self.live_entries.peak * LOG_ENTRY_BYTES
     }
 }
 
@@ -258,9 +245,9 @@ fn lifetime(quota: &Quota) -> u64 {
 /// Number of things that live until a time, with its peak. Expiries are counted in time slots,
 /// which are at most a 1,024th of the longest life.
 #[derive(Debug, Default)]
-struct LiveCount {
+pub(super) struct LiveCount {
     count: u64,
-    peak: u64,
+    pub(super) peak: u64,
     /// A slot is 2^shift microseconds.
     slot_shift: u32,
     /// First slot of `expiries`.

@@ -15,7 +15,8 @@ pub(super) struct Comparison {
     pub(super) other_errors: u64,
     /// Requests that are newly denied, as `denied` of the bins.
     pub(super) series: Option<Series>,
-    keys: HashMap<(String, String), NewDenials>,
+    /// Policies and keys with a request that is newly denied.
+    pub(super) keys: HashMap<(String, String), NewDenials>,
 }
 
 /// Requests of one key that are newly denied.
@@ -47,11 +48,6 @@ impl Comparison {
             (RequestVerdict::Error, _) | (_, RequestVerdict::Error) => self.other_errors += 1,
             _ => {}
         }
-    }
-
-    /// Returns the number of keys with a request that is newly denied.
-    pub(super) fn key_count(&self) -> usize {
-        self.keys.len()
     }
 
     /// Returns the keys with most such requests: policy, key and counts.

@@ -3,7 +3,7 @@
 use std::io::{IsTerminal as _, Write as _};
 use std::time::{Duration, Instant};
 
-use super::text::grouped;
+use super::text::{float, grouped, whole};
 use tidegate::internals::duration::readable;
 
 /// Requests between two looks at the clock.
@@ -57,21 +57,16 @@ impl Drop for ProgressBar {
     }
 }
 
-#[expect(
-    clippy::cast_precision_loss,
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "shown with few digits"
-)]
 fn line(requests: u64, elapsed: Duration, part: Option<f64>) -> String {
     let seconds = elapsed.as_secs_f64().max(1e-9);
-    let rate = grouped((requests as f64 / seconds) as u64);
+    let rate = grouped(whole(float(requests) / seconds));
     let done = format!("{} requests, {rate} per second", grouped(requests));
     let Some(part) = part.map(|part| part.clamp(0.0, 1.0)) else { return done };
-    let filled = (part * BAR_WIDTH as f64) as usize;
+    let filled = whole(part * float(BAR_WIDTH as u64));
+    let filled = usize::try_from(filled).unwrap_or(BAR_WIDTH);
     let bar = "#".repeat(filled) + &"-".repeat(BAR_WIDTH - filled);
     let left = if part > 0.0 { seconds * (1.0 - part) / part } else { 0.0 };
-    let left = readable(Duration::from_secs(left.min(1e9) as u64 + 1));
+    let left = readable(Duration::from_secs(whole(left.min(1e9)) + 1));
     format!("[{bar}] {:3.0} %  {done}, {left} left", part * 100.0)
 }
 

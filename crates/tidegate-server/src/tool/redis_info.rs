@@ -1,5 +1,7 @@
 //! Parsers for INFO and other replies of servers.
 
+use std::fmt::Display;
+
 use tidegate::store::redis::Reply;
 
 /// Parsed reply of INFO: lines of `name:value` under headings.
@@ -70,10 +72,7 @@ impl Replica {
         let field = |name: &str| {
             text.split(',').find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
         };
-        let host = field("ip")?;
-        let port = field("port")?;
-        let address =
-            if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let address = address(field("ip")?, field("port")?);
         let lag = field("lag").and_then(|lag| lag.parse().ok()).unwrap_or(0);
         Some(Self { address, online: field("state") == Some("online"), lag })
     }
@@ -84,6 +83,16 @@ pub(crate) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
     let Reply::List(parts) = reply else { return Vec::new() };
     let (pairs, _) = parts.as_chunks::<2>();
     pairs.iter().filter_map(|[name, value]| Some((text(name)?, text(value)?))).collect()
+}
+
+/// Returns the value of a name among such pairs.
+pub(crate) fn value<'a>(pairs: &[(&'a str, &'a str)], name: &str) -> Option<&'a str> {
+    pairs.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
+}
+
+/// Returns the address of a host, which may be an address of IPv6.
+pub(crate) fn address(host: &str, port: impl Display) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
 /// Returns whether an error says that the server does not have the command: it was renamed or

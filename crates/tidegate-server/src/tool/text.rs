@@ -15,10 +15,20 @@ pub(crate) fn grouped(number: u64) -> String {
     text
 }
 
-/// Returns a number for arithmetic whose result is shown with few digits.
-#[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
+/// Returns a number for arithmetic whose result is an estimate, or shown with few digits.
+#[expect(clippy::cast_precision_loss, reason = "an estimate, or below 2^53")]
 pub(crate) fn float(number: u64) -> f64 {
     number as f64
+}
+
+/// Returns the whole part of a number from 0 on, or the highest number if it does not fit.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "not negative; a cast saturates"
+)]
+pub(crate) fn whole(number: f64) -> u64 {
+    number as u64
 }
 
 /// Returns the name of a value, as in the flag that has it.

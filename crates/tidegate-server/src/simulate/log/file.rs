@@ -22,7 +22,7 @@ const SHOWN_CHARACTERS: usize = 80;
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 pub(super) struct LogFile {
-    name: String,
+    pub(super) name: String,
     lines: LineReader<LogSource>,
     format: LogFileFormat,
     strict: bool,
@@ -48,10 +48,6 @@ impl LogFile {
             is_at_end: false,
             current: None,
         }
-    }
-
-    pub(super) fn name(&self) -> &str {
-        &self.name
     }
 
     /// Moves to the next request, and returns its time.
