@@ -79,19 +79,14 @@ pub(crate) struct LoadMeasurement {
 struct LoadRun<T> {
     target: T,
     recorders: Recorders,
-    times: RunTimes,
+    /// Requests that are sent or due earlier belong to the warm-up, and are not recorded.
+    measured_from: Instant,
+    end: Option<Instant>,
     /// Time of the first signal, after which no request is sent.
     stopped_at: OnceLock<Instant>,
     not_sent: AtomicU64,
     /// Whether a request of an open loop had to wait because too many were in flight.
     slots_exhausted: AtomicBool,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct RunTimes {
-    /// Requests that are sent or due earlier belong to the warm-up, and are not recorded.
-    measured_from: Instant,
-    end: Option<Instant>,
 }
 
 impl<T> LoadRun<T> {
@@ -113,10 +108,8 @@ pub(crate) async fn run<T: LoadTarget>(
     let run = Arc::new(LoadRun {
         target,
         recorders: Recorders::new()?,
-        times: RunTimes {
-            measured_from,
-            end: load.duration.map(|duration| measured_from + duration),
-        },
+        measured_from,
+        end: load.duration.map(|duration| measured_from + duration),
         stopped_at: OnceLock::new(),
         not_sent: AtomicU64::new(0),
         slots_exhausted: AtomicBool::new(false),

@@ -24,7 +24,7 @@ pub(crate) mod variants;
 mod what_if;
 
 pub(crate) use report::{SimulationReport, TrafficSummary};
-pub(crate) use run::{ReplayOutcome, VariantRun};
+pub(crate) use run::{ReplayResult, VariantRun};
 pub(crate) use svg::draw;
 
 /// Request of the traffic. Its attributes are those of the gateway, except for `ip`.
@@ -75,15 +75,14 @@ impl Simulation {
     pub(crate) fn decide(
         &mut self,
         request: &impl TrafficRequest,
-        on_outcome: impl FnOnce(&ReplayOutcome<'_>),
+        on_outcome: impl FnOnce(&ReplayResult<'_>),
     ) {
         let [first, others @ ..] = &mut self.runs[..] else { return };
         let outcome = first.decide(request);
         on_outcome(&outcome);
         match (&mut self.comparison, others) {
             (Some(comparison), [other, ..]) => {
-                let current = outcome.verdict();
-                comparison.record(request.time(), &current, &other.decide(request).verdict());
+                comparison.record(request.time(), &outcome, &other.decide(request));
             }
             (_, others) => {
                 drop(outcome);

@@ -33,10 +33,10 @@ async fn caller<T: LoadTarget>(
         tokio::task::coop::consume_budget().await;
         keys.next_into(&mut key);
         let sent = Instant::now();
-        if run.times.end.is_some_and(|end| sent >= end) {
+        if run.end.is_some_and(|end| sent >= end) {
             return;
         }
-        let is_measured = sent >= run.times.measured_from;
+        let is_measured = sent >= run.measured_from;
         if is_measured && left.as_deref().is_some_and(|left| !take_one(left)) {
             return;
         }

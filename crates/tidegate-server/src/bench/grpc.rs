@@ -10,7 +10,7 @@ use prost::Message as _;
 use tokio::sync::Mutex;
 use tonic::{Code as GrpcCode, Status};
 
-use super::keys::KeySpace;
+use super::keys::{KEY, KeySpace};
 use super::target::{Answer, LoadTarget, RequestError, within};
 use super::template::Template;
 use crate::envoy::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
@@ -40,24 +40,26 @@ pub(crate) struct GrpcTarget {
 type ConnectionSlot = Mutex<Option<SendRequest<Bytes>>>;
 
 /// Domain and descriptors of all requests, and their cost.
-#[derive(Debug, Clone)]
-pub(crate) struct GrpcQuery {
-    pub(crate) domain: String,
-    /// Entries of each descriptor, with the placeholder in place of the key.
-    pub(crate) descriptors: Vec<Vec<(String, String)>>,
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GrpcQuery<'a> {
+    pub(crate) domain: &'a str,
+    /// Entries of each descriptor, in whose values [`KEY`] stands for the key.
+    pub(crate) descriptors: &'a [Vec<(String, String)>],
     pub(crate) cost: u32,
 }
 
-impl GrpcQuery {
-    fn message(&self) -> RateLimitRequest {
-        let entry =
-            |(key, value): &(String, String)| Entry { key: key.clone(), value: value.clone() };
+impl GrpcQuery<'_> {
+    fn message(&self, key: &str) -> RateLimitRequest {
+        let entry = |(name, value): &(String, String)| {
+            let value = value.replace(KEY, key);
+            Entry { key: name.clone(), value }
+        };
         let descriptor = |entries: &Vec<(String, String)>| RateLimitDescriptor {
             entries: entries.iter().map(entry).collect(),
             ..RateLimitDescriptor::default()
         };
         RateLimitRequest {
-            domain: self.domain.clone(),
+            domain: self.domain.to_owned(),
             descriptors: self.descriptors.iter().map(descriptor).collect(),
             // Envoy leaves a cost of 1 out, and a service treats an explicit one differently.
             hits_addend: if self.cost == 1 { 0 } else { self.cost },
@@ -65,8 +67,8 @@ impl GrpcQuery {
     }
 
     /// Returns a request that spends nothing.
-    fn peek(&self) -> RateLimitRequest {
-        let mut message = self.message();
+    fn peek(&self, key: &str) -> RateLimitRequest {
+        let mut message = self.message(key);
         for descriptor in &mut message.descriptors {
             descriptor.hits_addend = Some(0);
         }
@@ -79,7 +81,7 @@ impl GrpcTarget {
     /// accepts it.
     pub(crate) async fn connect(
         options: &ClientOptions<'_>,
-        query: &GrpcQuery,
+        query: GrpcQuery<'_>,
         keys: &KeySpace,
         connections: usize,
     ) -> anyhow::Result<Self> {
@@ -89,18 +91,19 @@ impl GrpcTarget {
             .authority(endpoint.authority.as_str())
             .path_and_query(PATH)
             .build()?;
+        let placeholder = keys.placeholder();
         let target = Self {
             endpoint,
             uri,
-            message: Template::new(framed(&query.message()), &keys.placeholder()),
+            message: Template::new(framed(&query.message(&placeholder)), &placeholder),
             connections: std::iter::repeat_with(ConnectionSlot::default)
                 .take(connections)
                 .collect(),
             next: AtomicUsize::new(0),
         };
-        let peek = Template::new(framed(&query.peek()), &keys.placeholder());
         for _ in 0..connections {
-            if let Err(error) = target.call(peek.with_key(&keys.key(0))).await {
+            let peek = Bytes::from(framed(&query.peek(&keys.key(0))));
+            if let Err(error) = target.call(peek).await {
                 bail!("--grpc {}: {}", options.address, error.message);
             }
         }

@@ -6,6 +6,9 @@ use std::sync::Arc;
 
 use crate::tool::random::{SeededRandom, Zipf};
 
+/// Text in an attribute or a descriptor that stands for the key.
+pub(crate) const KEY: &str = "{key}";
+
 /// How requests are spread over the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum KeyDistribution {

@@ -74,7 +74,7 @@ struct Dispatcher<T> {
 impl<T: LoadTarget> Dispatcher<T> {
     fn send_all(mut self, mut schedule: Schedule) {
         precise_sleeps();
-        let end = self.run.times.end;
+        let end = self.run.end;
         while let Some(due) = schedule.next().map(|offset| self.start + offset) {
             if end.is_some_and(|end| due >= end) || self.left == Some(0) {
                 break;
@@ -101,7 +101,7 @@ impl<T: LoadTarget> Dispatcher<T> {
 
     /// Waits until fewer requests are in flight. Returns `None` if the run ends before.
     fn slot(&mut self) -> Option<OwnedSemaphorePermit> {
-        let end = self.run.times.end;
+        let end = self.run.end;
         let is_over = end.is_some_and(|end| Instant::now() > end + MAX_LATE_START);
         if self.run.is_stopped() || is_over {
             return None;
@@ -132,7 +132,7 @@ impl<T: LoadTarget> Dispatcher<T> {
         self.keys.next_into(&mut key);
         self.number = self.number.wrapping_add(1);
         let number = self.number;
-        let is_measured = due >= self.run.times.measured_from;
+        let is_measured = due >= self.run.measured_from;
         if is_measured {
             self.run.recorders.count_sent(number);
             self.left = self.left.map(|left| left.saturating_sub(1));
@@ -160,10 +160,10 @@ impl<T: LoadTarget> Dispatcher<T> {
     /// stopped or ended.
     fn count_not_sent(&self, first: Instant, schedule: Schedule) -> u64 {
         let stopped = self.run.stopped_at.get().copied().unwrap_or_else(Instant::now);
-        let last = self.run.times.end.map_or(stopped, |end| end.min(stopped));
+        let last = self.run.end.map_or(stopped, |end| end.min(stopped));
         let rest = schedule.map(|offset| self.start + offset);
         let due = std::iter::once(first).chain(rest).take_while(|due| *due < last);
-        let count = due.filter(|due| *due >= self.run.times.measured_from).count() as u64;
+        let count = due.filter(|due| *due >= self.run.measured_from).count() as u64;
         self.left.map_or(count, |left| count.min(left))
     }
 }

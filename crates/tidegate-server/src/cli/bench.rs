@@ -14,7 +14,7 @@ use self::flags::{LoadFlags, LoadPolicyFlags, TargetFlags};
 use super::redis::RedisFlags;
 use crate::bench::grpc::{GrpcQuery, GrpcTarget};
 use crate::bench::http::HttpTarget;
-use crate::bench::keys::KeySpace;
+use crate::bench::keys::{KEY, KeySpace};
 use crate::bench::report::{BenchReport, TargetSummary};
 use crate::bench::store::StoreTarget;
 use crate::bench::{self, LoadMeasurement, LoadPlan};
@@ -24,9 +24,6 @@ use crate::tool::client::{self, ClientOptions, Trust};
 use crate::tool::output;
 
 mod flags;
-
-/// Text in an attribute or a descriptor that stands for the key.
-const KEY: &str = "{key}";
 
 /// Load a store or a running service, and measure throughput and latency.
 ///
@@ -224,17 +221,10 @@ impl BenchCommand {
                 u32::MAX
             )
         })?;
-        let placeholder = keys.placeholder();
-        let with_key = |entries: &Vec<(String, String)>| {
-            let entry =
-                |(key, value): &(String, String)| (key.clone(), value.replace(KEY, &placeholder));
-            entries.iter().map(entry).collect()
-        };
-        let descriptors = descriptors.iter().map(with_key).collect();
-        let query = GrpcQuery { domain: domain.clone(), descriptors, cost };
+        let query = GrpcQuery { domain, descriptors, cost };
         let token = self.token()?;
         let client = self.client(address, token.as_ref());
-        let target = GrpcTarget::connect(&client, &query, keys, *connections).await?;
+        let target = GrpcTarget::connect(&client, query, keys, *connections).await?;
         self.load.check_key("--descriptor", target.has_key())?;
         let summary = TargetSummary::new("grpc", address, format!("domain {domain}"));
         Ok((summary, bench::run(load, target).await?))

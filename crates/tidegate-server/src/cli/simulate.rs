@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 use clap::builder::FalseyValueParser;
-use tidegate::Algorithm;
 use tidegate::internals::duration;
+use tidegate::{Algorithm, Policies};
 
 use super::quota::{LimitFlags, algorithm_parser};
 use crate::simulate::load::{GeneratedLoad, LoadKind};
@@ -194,9 +194,9 @@ impl SimulateCommand {
     }
 }
 
-/// Names of the attributes that the policies know, and the window of the first policy.
+/// Policies of the current configuration, and the window of the one that flags change.
 struct KnownPolicies {
-    is_attribute: Box<dyn Fn(&str) -> bool>,
+    policies: Policies,
     window: Option<Duration>,
 }
 
@@ -222,11 +222,8 @@ impl PolicyFlags {
             Some(name) => current.policies.get(name),
             None => current.policies.iter().next(),
         };
-        let policies = current.policies.clone();
-        let known = KnownPolicies {
-            window: varied.map(|policy| policy.quota().window()),
-            is_attribute: Box::new(move |name| policies.check_attribute(name).is_ok()),
-        };
+        let window = varied.map(|policy| policy.quota().window());
+        let known = KnownPolicies { policies: current.policies.clone(), window };
         let simulation = match &self.what_if {
             Some(file) => Simulation::what_if(current, variants::load("--what-if", file)?),
             None if self.compare => Simulation::new(current.for_all_algorithms(policy)?),
@@ -280,7 +277,7 @@ impl TrafficFlags {
             });
             decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
         })?;
-        let is_unknown = |name: &&String| !(known.is_attribute)(name);
+        let is_unknown = |name: &&String| known.policies.check_attribute(name).is_err();
         traffic.ignored_columns = lines.other_columns.iter().filter(is_unknown).cloned().collect();
         traffic.lines = Some(lines);
         Ok(simulation.into_report(traffic))

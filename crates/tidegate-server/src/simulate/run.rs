@@ -46,38 +46,8 @@ pub(super) struct RunCounts {
     by_name: HashMap<String, usize>,
 }
 
-/// Result of one request.
-#[derive(Debug)]
-pub(crate) struct ReplayOutcome<'a> {
-    pub(super) result: Result<PolicyDecisions<'a>, Error>,
-}
-
-/// Result of one request, without its decisions.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum RequestVerdict {
-    Admitted,
-    /// Policy and key that deny the request; the key is empty if the request lacks it.
-    Denied {
-        policy: String,
-        key: String,
-    },
-    Error,
-}
-
-impl ReplayOutcome<'_> {
-    pub(super) fn verdict(&self) -> RequestVerdict {
-        match &self.result {
-            Err(_) => RequestVerdict::Error,
-            Ok(decisions) => match decisions.denied_by() {
-                None => RequestVerdict::Admitted,
-                Some(entry) => RequestVerdict::Denied {
-                    policy: entry.policy().to_owned(),
-                    key: entry.key().unwrap_or_default().to_owned(),
-                },
-            },
-        }
-    }
-}
+/// Decisions of one request.
+pub(crate) type ReplayResult<'a> = Result<PolicyDecisions<'a>, Error>;
 
 impl VariantRun {
     pub(super) fn new(variant: Variant) -> Self {
@@ -103,7 +73,7 @@ impl VariantRun {
     }
 
     /// Decides a request at its time.
-    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayOutcome<'_> {
+    pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayResult<'_> {
         let now = request.time();
         self.clock.set(now);
         let attributes = RequestAttributes {
@@ -119,7 +89,7 @@ impl VariantRun {
             self.counts.start(now, &self.limiter);
         }
         self.counts.record(now, &result);
-        ReplayOutcome { result }
+        result
     }
 }
 
@@ -132,7 +102,7 @@ impl RunCounts {
         }
     }
 
-    fn record(&mut self, now: u64, result: &Result<PolicyDecisions<'_>, Error>) {
+    fn record(&mut self, now: u64, result: &ReplayResult<'_>) {
         self.requests += 1;
         let decisions = match result {
             Ok(decisions) => decisions,

@@ -202,7 +202,7 @@ impl Panel<'_> {
 
         let base = top + TITLE + REQUESTS;
         let scale = REQUESTS / highest as f64;
-        grid(svg, base);
+        horizontal(svg, "grid", base);
         let per_second = highest as f64 * 1e6 / series.width as f64;
         text(svg, LEFT - 6.0, base - REQUESTS + 10.0, "muted end", &rounded(per_second));
         text(svg, LEFT - 6.0, base - REQUESTS + 24.0, "muted end", "per s");
@@ -215,15 +215,11 @@ impl Panel<'_> {
         // Room for the caption.
         let scale = (WINDOW - 14.0) / peak as f64;
         let line = base - 1_000.0 * scale;
-        grid(svg, base);
+        horizontal(svg, "grid", base);
         let over = |bin: &Bin| if bin.peak > 1_000 { bin.peak } else { 0 };
         bars(svg, "over", bins, step, base, |bin| over(bin) as f64 * scale);
         bars(svg, "admitted", bins, step, base, |bin| bin.peak.min(1_000) as f64 * scale);
-        let end = LEFT + PLOT_WIDTH;
-        let _ = writeln!(
-            svg,
-            "<line class=\"limit\" x1=\"{LEFT}\" y1=\"{line:.1}\" x2=\"{end}\" y2=\"{line:.1}\"/>"
-        );
+        horizontal(svg, "limit", line);
         text(svg, LEFT - 6.0, line + 4.0, "muted end", &rounded(tally.quota.limit() as f64));
         let caption = base - WINDOW + 6.0;
         text(svg, LEFT, caption, "limit-text", &format!("limit {quota}"));
@@ -288,11 +284,11 @@ fn vertical(svg: &mut String, x: f64, top: f64, bottom: f64) {
     let _ = writeln!(svg, "<path class=\"boundary\" d=\"M{x} {top}V{bottom}\"/>");
 }
 
-fn grid(svg: &mut String, y: f64) {
+fn horizontal(svg: &mut String, class: &str, y: f64) {
     let end = LEFT + PLOT_WIDTH;
     let _ = writeln!(
         svg,
-        "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>"
+        "<line class=\"{class}\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>"
     );
 }
 

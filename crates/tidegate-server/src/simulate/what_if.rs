@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use super::run::RequestVerdict;
+use super::run::ReplayResult;
 use super::series::Series;
 
 /// Requests that the current configuration and another one decide differently.
@@ -15,7 +15,8 @@ pub(super) struct Comparison {
     pub(super) other_errors: u64,
     /// Requests that are newly denied, as `denied` of the bins.
     pub(super) series: Option<Series>,
-    /// Policies and keys with a request that is newly denied.
+    /// Policies and keys with a request that is newly denied; a key is empty if the request lacks
+    /// it.
     pub(super) keys: HashMap<(String, String), NewDenials>,
 }
 
@@ -28,25 +29,30 @@ pub(super) struct NewDenials {
 }
 
 impl Comparison {
-    pub(super) fn record(&mut self, now: u64, current: &RequestVerdict, other: &RequestVerdict) {
+    pub(super) fn record(
+        &mut self,
+        now: u64,
+        current: &ReplayResult<'_>,
+        other: &ReplayResult<'_>,
+    ) {
         let series = self.series.get_or_insert_with(|| Series::new(now));
         match (current, other) {
-            (RequestVerdict::Admitted, RequestVerdict::Denied { policy, key }) => {
-                series.at(now).denied += 1;
-                self.newly_denied += 1;
-                let name = (policy.clone(), key.clone());
-                let denials = self.keys.entry(name).or_insert(NewDenials {
-                    requests: 0,
-                    first: now,
-                    last: now,
-                });
-                denials.requests += 1;
-                denials.last = now;
-            }
-            (RequestVerdict::Denied { .. }, RequestVerdict::Admitted) => self.newly_admitted += 1,
-            (RequestVerdict::Error, RequestVerdict::Error) => {}
-            (RequestVerdict::Error, _) | (_, RequestVerdict::Error) => self.other_errors += 1,
-            _ => {}
+            (Ok(current), Ok(other)) => match (current.denied_by(), other.denied_by()) {
+                (None, Some(denial)) => {
+                    series.at(now).denied += 1;
+                    self.newly_denied += 1;
+                    let key = denial.key().unwrap_or_default();
+                    let name = (denial.policy().to_owned(), key.to_owned());
+                    let new = NewDenials { requests: 0, first: now, last: now };
+                    let denials = self.keys.entry(name).or_insert(new);
+                    denials.requests += 1;
+                    denials.last = now;
+                }
+                (Some(_), None) => self.newly_admitted += 1,
+                _ => {}
+            },
+            (Err(_), Err(_)) => {}
+            _ => self.other_errors += 1,
         }
     }
 

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use tidegate::internals::duration;
 use tidegate::{Policy, Quota};
 
-use super::{Chosen, KEY};
-use crate::bench::keys::{KeyDistribution, KeySpace};
+use super::Chosen;
+use crate::bench::keys::{KEY, KeyDistribution, KeySpace};
 use crate::bench::open_loop::OpenLoop;
 use crate::bench::{Arrivals, LoadPlan, Pace};
 use crate::cli::quota::QuotaFlags;
