@@ -67,7 +67,7 @@ impl Simulation {
     /// Sets the time at which counts over time start; that of the first request by default.
     pub(crate) fn start_at(&mut self, time: u64) {
         for run in &mut self.runs {
-            run.start_at(time);
+            run.counts.start(time, &run.limiter);
         }
     }
 

@@ -116,14 +116,9 @@ impl LoadTarget for HttpTarget {
 
 fn closed(error: &hyper::Error) -> RequestError {
     let kind = if error.is_parse() { "not-http" } else { "connection-closed" };
-    RequestError::new(kind, describe(error))
-}
-
-/// Returns the message of an error with that of its cause.
-fn describe(error: &hyper::Error) -> String {
     match std::error::Error::source(error) {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
+        Some(cause) => RequestError::new(kind, format_args!("{error}: {cause}")),
+        None => RequestError::new(kind, error),
     }
 }
 

@@ -206,15 +206,16 @@ impl SimulationReport {
                 numbers.extend(names.map(|name| format!("denied: {name}")));
             }
             let mut table = TextTable::new(&["key"], &numbers);
-            for heavy in tally.heaviest_keys() {
-                let mut row =
-                    vec![shown(&heavy.shown, MAX_KEY_CHARACTERS), grouped(heavy.requests)];
+            for (key, heavy) in tally.heaviest_keys() {
+                let shown = shown(&tally.shown(key), MAX_KEY_CHARACTERS);
+                let mut row = vec![shown, grouped(heavy.requests)];
                 if others.is_empty() {
                     row.push(grouped(heavy.admitted));
                 }
                 row.push(grouped(heavy.denied));
-                let denied =
-                    |tally: &PolicyTally| grouped(tally.denied_of(&heavy.key).unwrap_or_default());
+                let denied = |tally: &PolicyTally| {
+                    grouped(tally.keys.get(key).map_or(0, |tally| tally.denied))
+                };
                 row.extend(
                     others.iter().map(|(_, tally)| tally.map_or_else(|| "-".to_owned(), denied)),
                 );
@@ -323,9 +324,9 @@ fn run_json(run: &VariantRun) -> Value {
 }
 
 fn policy_json(tally: &PolicyTally) -> Value {
-    let heavy = tally.heaviest_keys().into_iter().map(|heavy| {
+    let heavy = tally.heaviest_keys().into_iter().map(|(key, heavy)| {
         json!({
-            "key": heavy.shown,
+            "key": tally.shown(key),
             "requests": heavy.requests,
             "admitted": heavy.admitted,
             "denied": heavy.denied,

@@ -23,7 +23,7 @@ const MAX_ERROR_EXAMPLES: usize = 3;
 pub(crate) struct VariantRun {
     pub(super) name: String,
     clock: VirtualClock,
-    limiter: PolicyLimiter,
+    pub(super) limiter: PolicyLimiter,
     client_ip: ClientIp,
     pub(super) counts: RunCounts,
 }
@@ -67,11 +67,6 @@ impl VariantRun {
         }
     }
 
-    /// Starts the counts over time.
-    pub(super) fn start_at(&mut self, time: u64) {
-        self.counts.start(time, &self.limiter);
-    }
-
     /// Decides a request at its time.
     pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayResult<'_> {
         let now = request.time();
@@ -94,7 +89,8 @@ impl VariantRun {
 }
 
 impl RunCounts {
-    fn start(&mut self, now: u64, limiter: &PolicyLimiter) {
+    /// Starts the counts over time.
+    pub(super) fn start(&mut self, now: u64, limiter: &PolicyLimiter) {
         self.series = Some(Series::new(now));
         for (index, policy) in limiter.policies().iter().enumerate() {
             self.by_name.insert(policy.name().to_owned(), index);

@@ -53,22 +53,12 @@ pub(super) struct WorstWindow {
     pub(super) time: u64,
 }
 
-/// Key with many requests.
-#[derive(Debug)]
-pub(super) struct HeavyKey {
-    pub(super) key: String,
-    /// Key as operators see it.
-    pub(super) shown: String,
+/// Counts of one key.
+#[derive(Debug, Default)]
+pub(super) struct KeyTally {
     pub(super) requests: u64,
     pub(super) admitted: u64,
     pub(super) denied: u64,
-}
-
-#[derive(Debug, Default)]
-pub(super) struct KeyTally {
-    requests: u64,
-    admitted: u64,
-    denied: u64,
     /// Time until which the key counts; 0 if it never did.
     expires_at: u64,
     window: ExactWindow,
@@ -187,13 +177,8 @@ impl PolicyTally {
         self.keys.values().filter(|tally| tally.denied > 0).count()
     }
 
-    /// Returns the number of denied requests of a key.
-    pub(super) fn denied_of(&self, key: &str) -> Option<u64> {
-        self.keys.get(key).map(|tally| tally.denied)
-    }
-
     /// Returns the keys with most requests, the heaviest first.
-    pub(super) fn heaviest_keys(&self) -> Vec<HeavyKey> {
+    pub(super) fn heaviest_keys(&self) -> Vec<(&String, &KeyTally)> {
         let mut keys: Vec<(&String, &KeyTally)> = self.keys.iter().collect();
         // The key makes the order of equal ones the same in each run.
         let order = |a: &(&String, &KeyTally), b: &(&String, &KeyTally)| {
@@ -204,14 +189,7 @@ impl PolicyTally {
             keys.truncate(HEAVIEST_KEYS);
         }
         keys.sort_unstable_by(order);
-        let heavy = |(key, tally): (&String, &KeyTally)| HeavyKey {
-            key: key.clone(),
-            shown: self.shown(key),
-            requests: tally.requests,
-            admitted: tally.admitted,
-            denied: tally.denied,
-        };
-        keys.into_iter().map(heavy).collect()
+        keys
     }
 
     /// Returns a key as operators see it: one that is a credential, as its hash.
