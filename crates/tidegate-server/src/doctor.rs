@@ -26,9 +26,10 @@ mod sentinels;
 mod version;
 
 /// Severity of a finding. The highest one is the verdict.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Severity {
+    #[default]
     Ok,
     /// Information that needs no action.
     Note,
@@ -49,7 +50,7 @@ pub(crate) struct Finding {
     pub(crate) advice: Option<String>,
 }
 
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct DoctorReport {
     pub(crate) verdict: Severity,
     pub(crate) nodes: Vec<NodeReport>,
@@ -355,12 +356,6 @@ impl Finding {
 
     fn on(self, node: &str) -> Self {
         Self { node: Some(node.to_owned()), ..self }
-    }
-}
-
-impl Default for DoctorReport {
-    fn default() -> Self {
-        Self { verdict: Severity::Ok, nodes: Vec::new(), findings: Vec::new(), latency_us: None }
     }
 }
 

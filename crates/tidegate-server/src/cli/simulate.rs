@@ -18,7 +18,7 @@ use crate::simulate::log::AccessLogs;
 use crate::simulate::output::OutputFile;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
-    self, Simulation, SimulationReport, TrafficRequest, TrafficSummary, Variant, decisions,
+    self, Simulation, SimulationReport, TrafficRequest, TrafficSummary, decisions,
 };
 use crate::tool::output;
 use crate::tool::progress::ProgressBar;
@@ -227,17 +227,9 @@ impl PolicyFlags {
         let simulation = match &self.what_if {
             Some(file) => Simulation::what_if(current, variants::load("--what-if", file)?),
             None if self.compare => Simulation::new(current.for_all_algorithms(policy)?),
-            None => Simulation::new(vec![self.named(current)]),
+            None => Simulation::new(vec![current]),
         };
         Ok((simulation, known))
-    }
-
-    fn named(&self, variant: Variant) -> Variant {
-        let name = match &self.config {
-            Some(file) => file.display().to_string(),
-            None => variant.name,
-        };
-        Variant { name, ..variant }
     }
 }
 
