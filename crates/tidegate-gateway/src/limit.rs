@@ -1,14 +1,13 @@
 //! The rate limit layer in front of the proxy.
 
-use std::convert::Infallible;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
 use axum::body::Body;
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
-use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
+use tidegate::layer::{
+    self, HeaderSwitches, RateLimit, RateLimitLayer, RequestLimiter, RequestParts,
+};
 use tidegate::{Action, PolicyDecisions, Progress, Query, QueryError, Waiting};
 use tower::{Layer as _, Service};
 
@@ -65,13 +64,19 @@ impl RequestLimiter for GatewayLimiter {
     async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
         active.limiter.refund(decisions).await;
     }
+
+    fn header_switches(&self, active: &Arc<ActiveConfig>) -> HeaderSwitches {
+        HeaderSwitches {
+            x_ratelimit_headers: active.x_ratelimit_headers,
+            partition_keys: active.partition_keys,
+        }
+    }
 }
 
 /// Gateway behind its rate limit layer.
 pub(crate) struct LimitedGateway {
     state: Arc<ServerState>,
-    /// Services by `x_ratelimit_headers` and `partition_keys`, which a reload may change.
-    services: [[RateLimit<Gateway, GatewayLimiter>; 2]; 2],
+    service: RateLimit<Gateway, GatewayLimiter>,
     cors: Option<Arc<CorsConfig>>,
 }
 
@@ -79,24 +84,19 @@ impl LimitedGateway {
     pub(super) fn new(
         state: &Arc<ServerState>,
         settings: &GatewayConfig,
-        gateway: &Gateway,
+        gateway: Gateway,
     ) -> Self {
-        let service = |x_headers, partition_keys| {
-            let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
-                .x_ratelimit_headers(x_headers);
-            let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
-            let layer =
-                if partition_keys { layer.partition_key(api::partition_key) } else { layer };
-            layer.layer(gateway.clone())
-        };
+        let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
+            .partition_key(api::partition_key);
+        let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
         Self {
             state: Arc::clone(state),
-            services: [false, true].map(|x| [false, true].map(|keys| service(x, keys))),
+            service: layer.layer(gateway),
             cors: settings.cors.clone().map(Arc::new),
         }
     }
 
-    pub(super) fn call(&self, mut request: Request) -> ResponseFuture {
+    pub(super) fn call(&self, mut request: Request) -> (LimitedFuture, Finish) {
         let active = self.state.active_guard();
         path::normalize(request.uri_mut(), active.policies());
         head::remove_listed(request.headers_mut());
@@ -108,16 +108,16 @@ impl LimitedGateway {
             let origin = request.headers().get(header::ORIGIN).cloned();
             (Arc::clone(cors), origin)
         });
-        let by_x_headers = &self.services[usize::from(active.x_ratelimit_headers)];
         // The proxy is always ready.
-        let mut limited = by_x_headers[usize::from(active.partition_keys)].clone();
-        ResponseFuture { response: limited.call(request), closes, closes_if_denied, cors }
+        (self.service.clone().call(request), Finish { closes, closes_if_denied, cors })
     }
 }
 
-/// Response in progress, and whether the connection closes after it.
-pub(crate) struct ResponseFuture {
-    response: <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future,
+/// Response of the rate limit layer in progress.
+pub(super) type LimitedFuture = <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future;
+
+/// What the response needs besides the rate limit headers, as known from its request.
+pub(super) struct Finish {
     /// The bytes after an upgrade request are not checked any more (see `framing.rs`), so no other
     /// request may follow.
     closes: bool,
@@ -127,26 +127,20 @@ pub(crate) struct ResponseFuture {
     cors: Option<(Arc<CorsConfig>, Option<HeaderValue>)>,
 }
 
-impl Future for ResponseFuture {
-    type Output = Result<Response<layer::Body<Body>>, Infallible>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.response).poll(cx).map_ok(|mut response| {
-            let status = response.status();
-            let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
-            if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
-                response
-                    .headers_mut()
-                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
-            }
-            if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
-                limits.restore(response.headers_mut());
-            }
-            if let Some((cors, origin)) = &self.cors {
-                cors::add_headers(cors, origin.as_ref(), &mut response);
-            }
-            response
-        })
+impl Finish {
+    pub(super) fn apply(&self, response: &mut Response<layer::Body<Body>>) {
+        let status = response.status();
+        let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
+        if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(header::CONNECTION, close);
+        }
+        if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
+            limits.restore(response.headers_mut());
+        }
+        if let Some((cors, origin)) = &self.cors {
+            cors::add_headers(cors, origin.as_ref(), response);
+        }
     }
 }
 
@@ -162,21 +156,13 @@ impl UpstreamRateLimitHeaders {
 
     /// Removes the headers from the response of an upstream.
     pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
-        let is_rate_limit = |name: &&HeaderName| {
+        let is_rate_limit = |name: &HeaderName| {
             Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
         };
-        let names: Vec<HeaderName> = headers.keys().filter(is_rate_limit).cloned().collect();
-        if names.is_empty() {
-            return None;
-        }
-        let mut taken = HeaderMap::new();
-        for name in names {
-            for value in headers.get_all(&name) {
-                taken.append(&name, value.clone());
-            }
-            headers.remove(&name);
-        }
-        Some(Self(taken))
+        let found = headers.iter().filter(|(name, _)| is_rate_limit(name));
+        let taken: HeaderMap = found.map(|(name, value)| (name.clone(), value.clone())).collect();
+        head::remove_where(headers, is_rate_limit);
+        (!taken.is_empty()).then_some(Self(taken))
     }
 
     /// Restores the headers of each kind that the gateway did not add.

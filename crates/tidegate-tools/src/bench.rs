@@ -97,7 +97,10 @@ impl<T> LoadRun<T> {
 
 /// Runs the load, with a progress bar if the standard error is a terminal. The first interrupt ends
 /// the load, and the second one also the wait for the last answers.
-pub(crate) async fn run<T: LoadTarget>(load: &LoadPlan, target: T) -> anyhow::Result<LoadMeasurement> {
+pub(crate) async fn run<T: LoadTarget>(
+    load: &LoadPlan,
+    target: T,
+) -> anyhow::Result<LoadMeasurement> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let start = Instant::now();
