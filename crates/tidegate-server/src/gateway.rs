@@ -86,7 +86,7 @@ pub(crate) fn service(
         min_upload_rate: settings.min_upload_rate,
         underscore_headers: settings.underscore_headers,
     };
-    let gateway = LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy)));
+    let gateway = LimitedGateway::new(state, settings, Gateway(Arc::new(proxy)));
     Ok(ObservedGateway::new(gateway, Arc::clone(state), telemetry))
 }
 

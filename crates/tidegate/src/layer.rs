@@ -119,7 +119,7 @@ pub use future::ResponseFuture;
 pub use headers::for_each_header_value;
 #[doc(hidden)]
 pub use log_throttle::LogThrottle;
-pub use request_limiter::RequestLimiter;
+pub use request_limiter::{HeaderSwitches, RequestLimiter};
 pub use request_limiters::{
     ConfigureRequest, PolicyRequestLimiter, QuotaRequestLimiter, RequestOptions,
 };

@@ -8,7 +8,9 @@ use std::task::{Context, Poll};
 use axum::body::Body;
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
-use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
+use tidegate::layer::{
+    self, HeaderSwitches, RateLimit, RateLimitLayer, RequestLimiter, RequestParts,
+};
 use tidegate::{Action, Error, PolicyDecisions, Progress, Query, Waiting};
 use tower::{Layer as _, Service};
 
@@ -65,13 +67,19 @@ impl RequestLimiter for GatewayLimiter {
     async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
         active.limiter.refund(decisions).await;
     }
+
+    fn header_switches(&self, active: &Arc<ActiveConfig>) -> HeaderSwitches {
+        HeaderSwitches {
+            x_ratelimit_headers: active.x_ratelimit_headers,
+            partition_keys: active.partition_keys,
+        }
+    }
 }
 
 /// Gateway behind its rate limit layer.
 pub(crate) struct LimitedGateway {
     state: Arc<ServerState>,
-    /// Services by `x_ratelimit_headers` and `partition_keys`, which a reload may change.
-    services: [[RateLimit<Gateway, GatewayLimiter>; 2]; 2],
+    service: RateLimit<Gateway, GatewayLimiter>,
     cors: Option<Arc<CorsConfig>>,
 }
 
@@ -79,19 +87,14 @@ impl LimitedGateway {
     pub(super) fn new(
         state: &Arc<ServerState>,
         settings: &GatewayConfig,
-        gateway: &Gateway,
+        gateway: Gateway,
     ) -> Self {
-        let service = |x_headers, partition_keys| {
-            let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
-                .x_ratelimit_headers(x_headers);
-            let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
-            let layer =
-                if partition_keys { layer.partition_key(api::partition_key) } else { layer };
-            layer.layer(gateway.clone())
-        };
+        let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
+            .partition_key(api::partition_key);
+        let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
         Self {
             state: Arc::clone(state),
-            services: [false, true].map(|x| [false, true].map(|keys| service(x, keys))),
+            service: layer.layer(gateway),
             cors: settings.cors.clone().map(Arc::new),
         }
     }
@@ -108,10 +111,9 @@ impl LimitedGateway {
             let origin = request.headers().get(header::ORIGIN).cloned();
             (Arc::clone(cors), origin)
         });
-        let by_x_headers = &self.services[usize::from(active.x_ratelimit_headers)];
         // The proxy is always ready.
-        let mut limited = by_x_headers[usize::from(active.partition_keys)].clone();
-        ResponseFuture { response: limited.call(request), closes, closes_if_denied, cors }
+        let response = self.service.clone().call(request);
+        ResponseFuture { response, closes, closes_if_denied, cors }
     }
 }
 

@@ -8,6 +8,24 @@ use http::request::Parts;
 use crate::limiter::Error;
 use crate::policy::{PolicyDecisions, Progress, Waiting};
 
+/// Rate limit headers of one response that can be switched off. A header is sent if both the layer
+/// and its limiter enable it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeaderSwitches {
+    /// `X-RateLimit-*`, which
+    /// [`RateLimitLayer::x_ratelimit_headers`](super::RateLimitLayer::x_ratelimit_headers) enables.
+    pub x_ratelimit_headers: bool,
+    /// Partition keys, which
+    /// [`RateLimitLayer::partition_key`](super::RateLimitLayer::partition_key) enables.
+    pub partition_keys: bool,
+}
+
+impl Default for HeaderSwitches {
+    fn default() -> Self {
+        Self { x_ratelimit_headers: true, partition_keys: true }
+    }
+}
+
 /// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
 /// counts.
 ///
@@ -126,6 +144,12 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
         snapshot: &Self::Snapshot,
         decisions: &PolicyDecisions<'_>,
     ) -> impl Future<Output = ()> + Send;
+
+    /// Returns which of the rate limit headers that the layer is configured to send the response
+    /// gets: all, unless this is implemented for a configuration that is replaced.
+    fn header_switches(&self, _snapshot: &Self::Snapshot) -> HeaderSwitches {
+        HeaderSwitches::default()
+    }
 
     /// Sleeps until the turn of an admitted request, by default on the clock of Tokio. The built-in
     /// gates sleep on the clock of the store, so that a `ManualClock` controls them.

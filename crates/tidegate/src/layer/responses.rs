@@ -13,6 +13,7 @@ use super::body::Body;
 use super::grpc::{self, Code};
 use super::headers::RenderedHeaders;
 use super::log_throttle::LogThrottle;
+use super::request_limiter::HeaderSwitches;
 use crate::charge::ChargeError;
 use crate::decision::Source;
 use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
@@ -133,7 +134,11 @@ impl<'a> Denial<'a> {
 }
 
 impl Responses {
-    pub(super) fn denied<B>(&self, denial: &Denial<'_>) -> Response<Body<B>> {
+    pub(super) fn denied<B>(
+        &self,
+        denial: &Denial<'_>,
+        switches: HeaderSwitches,
+    ) -> Response<Body<B>> {
         let parts = denial.parts;
         let mut response = if grpc::is_grpc(&parts.headers) {
             let retry_after = Some(denial.retry_after()).filter(|wait| !wait.is_zero());
@@ -141,7 +146,7 @@ impl Responses {
         } else {
             (self.on_denied)(denial).map(Body::of_layer)
         };
-        self.headers(denial.decisions).add_to(response.headers_mut());
+        self.headers(denial.decisions, switches).add_to(response.headers_mut());
         response
     }
 
@@ -161,13 +166,18 @@ impl Responses {
     }
 
     /// Returns the headers of a response.
-    pub(super) fn headers(&self, decisions: &PolicyDecisions<'_>) -> RenderedHeaders {
+    pub(super) fn headers(
+        &self,
+        decisions: &PolicyDecisions<'_>,
+        switches: HeaderSwitches,
+    ) -> RenderedHeaders {
+        let with_x_headers = self.x_ratelimit_headers && switches.x_ratelimit_headers;
         match &self.partition_key {
-            None => RenderedHeaders::new(decisions.header_states(), self.x_ratelimit_headers),
-            Some(partition_key) => {
+            Some(partition_key) if switches.partition_keys => {
                 let states = decisions.header_states_with(|entry| partition_key(entry));
-                RenderedHeaders::new(states, self.x_ratelimit_headers)
+                RenderedHeaders::new(states, with_x_headers)
             }
+            _ => RenderedHeaders::new(decisions.header_states(), with_x_headers),
         }
     }
 }

@@ -134,11 +134,11 @@ impl<S: Clone, G> RateLimit<S, G> {
         };
         match decided {
             Ok(decisions) if shared.is_admission(&decisions) => {
-                let headers = shared.responses.headers(&decisions);
+                let headers = shared.headers(&snapshot, &decisions);
                 drop(decisions);
                 ResponseFuture::called(self.inner.call(Request::from_parts(parts, body)), headers)
             }
-            decided => match shared.admitted(&parts, decided) {
+            decided => match shared.admitted(&snapshot, &parts, decided) {
                 Ok(decisions) => {
                     let (shared, decisions) = (Arc::clone(shared), decisions.into_owned());
                     let ready = self.take_ready();
@@ -177,7 +177,7 @@ where
     G: RequestLimiter,
 {
     let decided = shared.limiter.finish(&snapshot, &request.0, waiting).await;
-    match shared.admitted(&request.0, decided) {
+    match shared.admitted(&snapshot, &request.0, decided) {
         Ok(decisions) => call_admitted(&shared, &snapshot, decisions, ready, request).await,
         Err(response) => Ok(response),
     }
@@ -213,7 +213,7 @@ where
         refund(shared, snapshot, decisions.clone()).await;
     }
     let mut response = result?;
-    shared.responses.headers(&decisions).add_to(response.headers_mut());
+    shared.headers(snapshot, &decisions).add_to(response.headers_mut());
     Ok(response.map(Body::of_service))
 }
 
@@ -230,7 +230,7 @@ fn without_body_for_head<R>(method: &Method, response: Response<Body<R>>) -> Res
     Response::from_parts(parts, Body::of_layer(Bytes::new()))
 }
 
-impl<G> LayerState<G> {
+impl<G: RequestLimiter> LayerState<G> {
     /// Returns whether the request is admitted, and only its headers are left to be added: it has
     /// not to wait for its turn, and will not be refunded.
     fn is_admission(&self, decisions: &PolicyDecisions<'_>) -> bool {
@@ -241,6 +241,7 @@ impl<G> LayerState<G> {
     #[expect(clippy::result_large_err, reason = "the error is a response")]
     fn admitted<'a, R>(
         &self,
+        snapshot: &G::Snapshot,
         parts: &Parts,
         decided: Result<PolicyDecisions<'a>, Error>,
     ) -> Result<PolicyDecisions<'a>, Response<Body<R>>> {
@@ -250,11 +251,16 @@ impl<G> LayerState<G> {
                 None => return Ok(decisions),
                 Some(denied_by) => {
                     let denial = Denial { parts, decisions: &decisions, denied_by };
-                    self.responses.denied(&denial)
+                    self.responses.denied(&denial, self.limiter.header_switches(snapshot))
                 }
             },
         };
         Err(without_body_for_head(&parts.method, response))
+    }
+
+    /// Returns the headers of the response to an admitted request.
+    fn headers(&self, snapshot: &G::Snapshot, decisions: &PolicyDecisions<'_>) -> RenderedHeaders {
+        self.responses.headers(decisions, self.limiter.header_switches(snapshot))
     }
 
     /// Returns whether to refund the request. An error without a response counts as a status of
