@@ -58,7 +58,7 @@ use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use head::DroppedHeaders;
 use http1::UpstreamBody;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
-use retry::Retry;
+use retry::{Attempt, FailedAttempt, Retry, RetryPolicy};
 pub(crate) use telemetry::{Telemetry, UpstreamHealth};
 pub(crate) use upstreams::Upstream;
 use upstreams::{Protocol, Upstreams};
@@ -186,92 +186,71 @@ impl Proxy {
         self.to_client(response, call, client_upgrade, exchange)
     }
 
-    /// Sends the request to one upstream after the other, until one is reached, and once more if an
-    /// upstream closed the connection without processing the request.
+    /// Sends the request until an upstream responds, as often as the retry policy allows.
     async fn send(
         &self,
         mut head: Parts,
         mut body: Option<Box<RequestBody>>,
         client: IpAddr,
     ) -> Result<(Response<UpstreamBody>, OpenCall), ProxyError> {
-        let mut is_repeated = false;
-        let mut candidates = self.upstreams.candidates();
-        let first = candidates.next(client).await.ok_or(ProxyError::NoUpstream)?;
-        let (mut upstream, permit) = first.map_err(ProxyError::Overloaded)?;
-        let mut permit = Arc::new(permit);
+        let mut policy = RetryPolicy::new(&self.upstreams, client);
+        let mut attempt = policy.first().await?;
         loop {
-            let may_repeat = !is_repeated && Retry::is_possible(&head.method, upstream.protocol);
-            let target = upstream
-                .target(&head.uri)
-                .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
-            let call = OpenCall::start(&permit);
-            let may_pause = upstream.protocol == Protocol::Http2 && head::is_grpc(&head.headers);
-            let (request_body, returned_body) =
-                UpstreamRequestBody::new(body.take(), may_repeat, may_pause, call.clone());
-            let mut request = Request::new(request_body);
-            *request.uri_mut() = target;
-            *request.method_mut() = head.method.clone();
-            *request.headers_mut() = if may_repeat || !candidates.is_empty() {
-                head.headers.clone()
-            } else {
-                std::mem::take(&mut head.headers)
-            };
-            head::set_host(request.headers_mut(), upstream);
-            if upstream.protocol == Protocol::Http2 {
-                *request.version_mut() = Version::HTTP_2;
-                request.headers_mut().remove(header::UPGRADE);
-                request.headers_mut().remove(header::CONNECTION);
-            }
-            let recorded = UpstreamCall::start(upstream, &head.extensions, &mut request);
-            let sent = self.clients.send(upstream, request, is_repeated, &call.timer).await;
-            let result = sent.map_err(|error| {
-                tracing::debug!(
-                    upstream = upstream.name(),
-                    error = &error as &dyn std::error::Error,
-                    "request to an upstream failed"
-                );
-                let retry = Retry::after(&error, &head.method, upstream.protocol);
-                (ProxyError::new(&error, upstream.authority.host()), retry)
-            });
-            recorded.finish(result.as_ref().map(Response::status).map_err(|(error, _)| *error));
-            let (error, mut retry) = match result {
-                Ok(response) => {
-                    upstream.record_success();
-                    return Ok((response, call));
-                }
+            let is_last = policy.is_last(&attempt, &head.method);
+            let failure = match self.try_send(&attempt, &mut head, body, is_last).await {
+                Ok(sent) => return Ok(sent),
                 Err(failure) => failure,
             };
-            if is_repeated && retry == Retry::OtherConnection {
-                retry = Retry::No;
-            }
-            if let (Some(returned_body), true) = (returned_body, retry != Retry::No) {
-                body = retry::returned(returned_body).await;
-                if body.is_none() {
-                    retry = Retry::No;
-                }
-            }
-            // A connection that was closed while it was idle is no failure of the upstream.
-            if retry != Retry::OtherConnection && error.is_upstream_failure() {
-                self.upstreams.record_failure(upstream, error.reason());
-            }
-            match retry {
-                Retry::No => return Err(error),
-                Retry::OtherConnection => is_repeated = true,
-                Retry::OtherUpstream => {
-                    // The request may have to wait for the next upstream, but not at this one.
-                    drop((call, permit));
-                    match candidates.next(client).await {
-                        Some(next) => {
-                            let (next, next_permit) = next.map_err(ProxyError::Overloaded)?;
-                            (upstream, permit) = (next, Arc::new(next_permit));
-                        }
-                        None if self.upstreams.all_ejected() => return Err(ProxyError::NoUpstream),
-                        None => return Err(error),
-                    }
-                }
-            }
+            (attempt, body) = policy.next(attempt, failure).await?;
             self.state.metrics.count_upstream_retry();
         }
+    }
+
+    /// Sends the request once. The headers are moved into the last attempt.
+    async fn try_send(
+        &self,
+        attempt: &Attempt<'_>,
+        head: &mut Parts,
+        body: Option<Box<RequestBody>>,
+        is_last: bool,
+    ) -> Result<(Response<UpstreamBody>, OpenCall), FailedAttempt> {
+        let upstream = attempt.upstream;
+        let target = upstream.target(&head.uri).ok_or_else(FailedAttempt::invalid_target)?;
+        let call = OpenCall::start(&attempt.permit);
+        let is_http2 = upstream.protocol == Protocol::Http2;
+        let may_repeat = attempt.may_repeat(&head.method);
+        let may_pause = is_http2 && head::is_grpc(&head.headers);
+        let (request_body, returned_body) =
+            UpstreamRequestBody::new(body, may_repeat, may_pause, call.clone());
+        let mut request = Request::new(request_body);
+        *request.uri_mut() = target;
+        *request.method_mut() = head.method.clone();
+        *request.headers_mut() =
+            if is_last { std::mem::take(&mut head.headers) } else { head.headers.clone() };
+        head::set_host(request.headers_mut(), upstream);
+        if is_http2 {
+            *request.version_mut() = Version::HTTP_2;
+            request.headers_mut().remove(header::UPGRADE);
+            request.headers_mut().remove(header::CONNECTION);
+        }
+        let recorded = UpstreamCall::start(upstream, &head.extensions, &mut request);
+        let sent = self.clients.send(upstream, request, attempt.is_repeated, &call.timer).await;
+        let result = sent.map_err(|error| {
+            tracing::debug!(
+                upstream = upstream.name(),
+                error = &error as &dyn std::error::Error,
+                "request to an upstream failed"
+            );
+            FailedAttempt {
+                error: ProxyError::new(&error, upstream.authority.host()),
+                retry: Retry::after(&error, &head.method, upstream.protocol),
+                body: returned_body,
+            }
+        });
+        recorded.finish(result.as_ref().map(Response::status).map_err(|failure| failure.error));
+        let response = result?;
+        upstream.record_success();
+        Ok((response, call))
     }
 
     fn to_client(
