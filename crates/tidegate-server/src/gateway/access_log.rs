@@ -3,23 +3,20 @@
 //! Clients choose most of the logged text. All bytes that could end a field or a line are escaped,
 //! so that no client can forge lines.
 
-use std::fmt::Display;
+use std::fmt::{Display, Write as _};
 use std::io::Write as _;
 use std::net::IpAddr;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use http::{HeaderMap, HeaderValue, Method, Uri, Version, header};
+use jiff::Timestamp;
 use opentelemetry::trace::TraceId;
 use tidegate::{PolicyDecisions, Source};
 
 use crate::config::{AccessLogConfig, AccessLogFormat, LogDestination};
 use crate::logs::LogWriter;
 use crate::metrics;
-
-pub(crate) mod time;
-
-use time::UtcTime;
 
 /// Maximum number of bytes of a text that the client chooses. Longer ones are cut.
 const MAX_FIELD_BYTES: usize = 8 * 1024;
@@ -42,7 +39,7 @@ pub(crate) struct AccessLog {
 #[derive(Debug)]
 pub(super) struct RequestFields {
     /// Time of arrival.
-    time: SystemTime,
+    time: Timestamp,
     /// `None` if the peer has no IP address.
     client: Option<IpAddr>,
     method: Method,
@@ -105,7 +102,7 @@ impl RequestFields {
     ) -> Self {
         let headers = request.headers();
         Self {
-            time: SystemTime::now(),
+            time: Timestamp::now(),
             client,
             method: request.method().clone(),
             uri: request.uri().clone(),
@@ -195,13 +192,10 @@ impl AccessLog {
 /// Returns a line of the combined format. The remote user is never logged.
 fn combined(request: &RequestFields, response: &ResponseFields<'_>, query: bool) -> Vec<u8> {
     let mut line = Vec::with_capacity(512);
-    let time = UtcTime::new(request.time);
+    let client = request.client.map_or_else(|| "-".to_owned(), |client| client.to_string());
+    let time = request.time.strftime("%d/%b/%Y:%H:%M:%S %z");
     // Writing to a vector never fails.
-    let _ = match request.client {
-        Some(client) => write!(line, "{client}"),
-        None => write!(line, "-"),
-    };
-    let _ = write!(line, " - - [{}] \"", time.combined());
+    let _ = write!(line, "{client} - - [{time}] \"");
     push_escaped(&mut line, request.method.as_str().as_bytes());
     line.push(b' ');
     push_escaped(&mut line, request.target(query).as_bytes());
@@ -225,10 +219,6 @@ fn referer(request: &RequestFields, query: bool) -> Option<&[u8]> {
 /// Appends a text as nginx does: quotes, backslashes and all bytes that are not printable ASCII
 /// become `\xNN`.
 fn push_escaped(line: &mut Vec<u8>, text: &[u8]) {
-    if is_plain(cut(text)) {
-        line.extend_from_slice(cut(text));
-        return;
-    }
     for byte in cut(text) {
         match byte {
             b'"' | b'\\' | 0..0x20 | 0x7f.. => {
@@ -239,11 +229,6 @@ fn push_escaped(line: &mut Vec<u8>, text: &[u8]) {
     }
 }
 
-/// Returns whether a text needs no escapes, as nearly all.
-fn is_plain(text: &[u8]) -> bool {
-    text.iter().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\'))
-}
-
 fn cut(text: &[u8]) -> &[u8] {
     &text[..text.len().min(MAX_FIELD_BYTES)]
 }
@@ -251,102 +236,72 @@ fn cut(text: &[u8]) -> &[u8] {
 /// Returns a JSON line. Members without a value are left out.
 fn json(request: &RequestFields, response: &ResponseFields<'_>, query: bool) -> Vec<u8> {
     let mut object = JsonObject(Vec::with_capacity(768));
-    object.display("time", UtcTime::new(request.time).rfc3339());
-    if let Some(client) = request.client {
-        object.display("client", client);
-    }
+    object.display("time", Some(format_args!("{:.3}", request.time)));
+    object.display("client", request.client);
     object.text("method", Some(request.method.as_str().as_bytes()));
     object.text("target", Some(request.target(query).as_bytes()));
-    object.display("protocol", request.protocol());
+    object.display("protocol", Some(request.protocol()));
     object.text("host", bytes(request.host.as_ref()));
-    object.number("status", response.status);
-    object.number("bytes", response.bytes);
+    object.number("status", Some(response.status));
+    object.number("bytes", Some(response.bytes));
     let micros = response.duration.as_micros();
-    object.number("duration_ms", format_args!("{}.{:03}", micros / 1_000, micros % 1_000));
+    object.number("duration_ms", Some(format_args!("{}.{:03}", micros / 1_000, micros % 1_000)));
     object.text("referer", referer(request, query));
     object.text("user_agent", bytes(request.user_agent.as_ref()));
     object.text("upstream", response.upstream.map(str::as_bytes));
-    if let Some(status) = response.upstream_status {
-        object.number("upstream_status", status);
-    }
+    object.number("upstream_status", response.upstream_status);
     if let Some(decision) = response.decision {
-        object.display("decision", decision.outcome);
+        object.display("decision", Some(decision.outcome));
         object.text("policy", decision.policy.as_deref().map(str::as_bytes));
-        if let Some(source) = decision.source {
-            object.display("source", source);
-        }
+        object.display("source", decision.source);
     }
-    if let Some(trace) = request.trace_id {
-        object.display("trace_id", trace);
-    }
-    if let Some(side) = response.aborted {
-        object.display("aborted", side);
-    }
+    object.display("trace_id", request.trace_id);
+    object.display("aborted", response.aborted);
     let JsonObject(mut line) = object;
     line.extend_from_slice(b"}\n");
     line
 }
 
-/// JSON object in progress, without its closing brace.
+/// JSON object in progress, without its closing brace. Values that are `None` are left out.
 struct JsonObject(Vec<u8>);
 
 impl JsonObject {
-    fn name(&mut self, name: &str) {
+    fn number(&mut self, name: &str, number: Option<impl Display>) {
+        let Some(number) = number else { return };
         let start = if self.0.is_empty() { '{' } else { ',' };
-        let _ = write!(self.0, "{start}\"{name}\":");
+        let _ = write!(self.0, "{start}\"{name}\":{number}");
     }
 
-    fn number(&mut self, name: &str, number: impl Display) {
-        self.name(name);
-        let _ = write!(self.0, "{number}");
+    /// Adds a text that needs no escapes.
+    fn display(&mut self, name: &str, text: Option<impl Display>) {
+        self.number(name, text.map(|text| format!("\"{text}\"")));
     }
 
-    /// Adds a value that needs no escapes.
-    fn display(&mut self, name: &str, value: impl Display) {
-        self.name(name);
-        let _ = write!(self.0, "\"{value}\"");
-    }
-
-    /// Adds a text, unless it is `None`. Control characters and the line breaks of Unicode are
-    /// escaped, and bytes that are not UTF-8 become the text `\xNN`.
+    /// Adds a text. Control characters and the line breaks of Unicode are escaped, and bytes that
+    /// are not UTF-8 become the text `\xNN`.
     fn text(&mut self, name: &str, text: Option<&[u8]>) {
         let Some(text) = text else { return };
-        self.name(name);
-        self.0.push(b'"');
-        if is_plain(cut(text)) {
-            self.0.extend_from_slice(cut(text));
-            self.0.push(b'"');
-            return;
-        }
+        let mut escaped = String::with_capacity(text.len() + 8);
         for chunk in cut(text).utf8_chunks() {
             for character in chunk.valid().chars() {
                 match character {
-                    '"' | '\\' => {
-                        let _ = write!(self.0, "\\{character}");
+                    '"' | '\\' => escaped.extend(['\\', character]),
+                    '\u{2028}' | '\u{2029}' | '\0'..' ' | '\x7f'..'\u{a0}' => {
+                        let _ = write!(escaped, "\\u{:04x}", u32::from(character));
                     }
-                    '\u{2028}' | '\u{2029}' => {
-                        let _ = write!(self.0, "\\u{:04x}", u32::from(character));
-                    }
-                    control if control.is_control() => {
-                        let _ = write!(self.0, "\\u{:04x}", u32::from(control));
-                    }
-                    other => {
-                        self.0.extend_from_slice(other.encode_utf8(&mut [0; 4]).as_bytes());
-                    }
+                    other => escaped.push(other),
                 }
             }
             for byte in chunk.invalid() {
-                let _ = write!(self.0, "\\\\x{byte:02X}");
+                let _ = write!(escaped, "\\\\x{byte:02X}");
             }
         }
-        self.0.push(b'"');
+        self.display(name, Some(escaped));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::UNIX_EPOCH;
-
     use super::*;
     use crate::fuzz;
 
@@ -357,7 +312,7 @@ mod tests {
         }
         let request = request.header("host", "a.example").body(()).expect("a request");
         let mut fields = RequestFields::new(&request, "203.0.113.9".parse().ok(), None);
-        fields.time = UNIX_EPOCH + Duration::from_millis(1_767_225_599_007);
+        fields.time = Timestamp::from_millisecond(1_767_225_599_007).expect("a time");
         fields
     }
 
