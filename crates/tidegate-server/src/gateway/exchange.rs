@@ -16,7 +16,7 @@ use tracing::Span;
 use super::access_log::{CLIENT_CLOSED_REQUEST, DecisionFields, RequestFields, ResponseFields};
 use super::error::ProxyError;
 use super::head;
-use super::limit::{self, LimitedGateway};
+use super::limit::{Finish, LimitedFuture, LimitedGateway};
 use super::metrics::{Aborted, UpstreamMetrics};
 use super::spans;
 use super::telemetry::Telemetry;
@@ -260,17 +260,18 @@ impl Service<listener::Request> for ObservedGateway {
         let exchange = Exchange::start(telemetry, state, &request);
         request.extensions_mut().insert(Arc::clone(&exchange));
         // A decision in memory is made here, so its span needs the parent, too.
-        let response = {
+        let (response, finish) = {
             let _entered = exchange.span.enter();
             gateway.call(request)
         };
-        ObservedFuture { response, exchange: Some(exchange) }
+        ObservedFuture { response, finish, exchange: Some(exchange) }
     }
 }
 
 /// Response in progress.
 pub(crate) struct ObservedFuture {
-    response: limit::ResponseFuture,
+    response: LimitedFuture,
+    finish: Finish,
     /// `None` once the response is complete.
     exchange: Option<Arc<Exchange>>,
 }
@@ -287,7 +288,10 @@ impl Future for ObservedFuture {
             ready!(Pin::new(&mut this.response).poll(cx))
         };
         match (result, this.exchange.take()) {
-            (Ok(response), Some(exchange)) => Poll::Ready(Ok(exchange.respond(response))),
+            (Ok(mut response), Some(exchange)) => {
+                this.finish.apply(&mut response);
+                Poll::Ready(Ok(exchange.respond(response)))
+            }
             _ => Poll::Pending,
         }
     }

@@ -252,7 +252,8 @@ fn set_forwarded(
         chain.extend_from_slice(element);
         chain.extend_from_slice(b", ");
     }
-    push_address(&mut chain, address);
+    // Writing to memory cannot fail.
+    let _ = write!(chain, "{address}");
     if let Ok(chain) = HeaderValue::try_from(chain) {
         headers.insert(X_FORWARDED_FOR, chain);
     }
@@ -263,44 +264,17 @@ fn set_forwarded(
     }
 }
 
-/// Appends an address as text. The usual formatting takes ten times as long for IPv4.
-fn push_address(text: &mut Vec<u8>, address: IpAddr) {
-    match address {
-        IpAddr::V4(address) => {
-            let mut buffer = itoa::Buffer::new();
-            for (index, octet) in address.octets().into_iter().enumerate() {
-                if index > 0 {
-                    text.push(b'.');
-                }
-                text.extend_from_slice(buffer.format(octet).as_bytes());
-            }
-        }
-        IpAddr::V6(address) => {
-            // Writing to memory cannot fail.
-            let _ = write!(text, "{address}");
-        }
-    }
-}
-
 /// Removes headers with unusual characters in their names: applications behind CGI, WSGI and the
 /// like cannot distinguish `X_User_Id` and `X.User.Id` from `X-User-Id`.
 fn remove_unusual(headers: &mut HeaderMap, keep_underscored: bool) {
     let is_usual = |byte: u8| {
         byte.is_ascii_alphanumeric() || byte == b'-' || (byte == b'_' && keep_underscored)
     };
-    let is_unusual = |name: &&HeaderName| !name.as_str().bytes().all(is_usual);
-    let names: Vec<HeaderName> = headers.keys().filter(is_unusual).cloned().collect();
-    for name in names {
-        headers.remove(name);
-    }
+    remove_where(headers, |name| !name.as_str().bytes().all(is_usual));
 }
 
 fn remove_x_forwarded(headers: &mut HeaderMap) {
-    let is_forwarded = |name: &&HeaderName| name.as_str().starts_with("x-forwarded-");
-    let names: Vec<HeaderName> = headers.keys().filter(is_forwarded).cloned().collect();
-    for name in names {
-        headers.remove(name);
-    }
+    remove_where(headers, |name| name.as_str().starts_with("x-forwarded-"));
 }
 
 /// Removes trailers, in either direction, that are only valid in a head.
@@ -385,28 +359,25 @@ pub(super) fn remove_listed(headers: &mut HeaderMap) {
     let is_read = |name: &HeaderName| {
         HOP_BY_HOP.contains(name) || [header::EXPECT, HTTP2_SETTINGS].contains(name)
     };
-    for name in listed(headers) {
-        if !is_read(&name) {
-            headers.remove(name);
-        }
-    }
+    let listed = listed(headers);
+    remove_where(headers, |name| listed.contains(name) && !is_read(name));
 }
 
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    for name in listed(headers) {
-        headers.remove(name);
-    }
-    remove_all(headers, &HOP_BY_HOP);
+    let listed = listed(headers);
+    remove_where(headers, |name| listed.contains(name) || HOP_BY_HOP.contains(name));
 }
 
-/// Removes the headers of these names, at most 32. Few messages have any of them, and one pass over
-/// the names of a message costs less than a search for each of these.
 fn remove_all(headers: &mut HeaderMap, names: &[HeaderName]) {
-    let indexes = headers.keys().filter_map(|name| names.iter().position(|other| other == name));
-    let mut found: u32 = indexes.fold(0, |found, index| found | 1 << index);
-    while found != 0 {
-        headers.remove(&names[found.trailing_zeros() as usize]);
-        found &= found - 1;
+    remove_where(headers, |name| names.contains(name));
+}
+
+/// Removes the headers whose names match. Few messages have any of them, and one pass over the
+/// names of a message costs less than a search for each name to remove.
+pub(super) fn remove_where(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
+    let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
+    for name in names {
+        headers.remove(name);
     }
 }
 

@@ -1,9 +1,6 @@
 //! The rate limit layer in front of the proxy.
 
-use std::convert::Infallible;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
 use axum::body::Body;
 use http::request::Parts;
@@ -99,7 +96,7 @@ impl LimitedGateway {
         }
     }
 
-    pub(super) fn call(&self, mut request: Request) -> ResponseFuture {
+    pub(super) fn call(&self, mut request: Request) -> (LimitedFuture, Finish) {
         let active = self.state.active_guard();
         path::normalize(request.uri_mut(), active.policies());
         head::remove_listed(request.headers_mut());
@@ -112,14 +109,15 @@ impl LimitedGateway {
             (Arc::clone(cors), origin)
         });
         // The proxy is always ready.
-        let response = self.service.clone().call(request);
-        ResponseFuture { response, closes, closes_if_denied, cors }
+        (self.service.clone().call(request), Finish { closes, closes_if_denied, cors })
     }
 }
 
-/// Response in progress, and whether the connection closes after it.
-pub(crate) struct ResponseFuture {
-    response: <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future,
+/// Response of the rate limit layer in progress.
+pub(super) type LimitedFuture = <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future;
+
+/// What the response needs besides the rate limit headers, as known from its request.
+pub(super) struct Finish {
     /// The bytes after an upgrade request are not checked any more (see `framing.rs`), so no other
     /// request may follow.
     closes: bool,
@@ -129,26 +127,20 @@ pub(crate) struct ResponseFuture {
     cors: Option<(Arc<CorsConfig>, Option<HeaderValue>)>,
 }
 
-impl Future for ResponseFuture {
-    type Output = Result<Response<layer::Body<Body>>, Infallible>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.response).poll(cx).map_ok(|mut response| {
-            let status = response.status();
-            let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
-            if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
-                response
-                    .headers_mut()
-                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
-            }
-            if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
-                limits.restore(response.headers_mut());
-            }
-            if let Some((cors, origin)) = &self.cors {
-                cors.add_headers(origin.as_ref(), &mut response);
-            }
-            response
-        })
+impl Finish {
+    pub(super) fn apply(&self, response: &mut Response<layer::Body<Body>>) {
+        let status = response.status();
+        let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
+        if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(header::CONNECTION, close);
+        }
+        if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
+            limits.restore(response.headers_mut());
+        }
+        if let Some((cors, origin)) = &self.cors {
+            cors.add_headers(origin.as_ref(), response);
+        }
     }
 }
 
@@ -164,21 +156,13 @@ impl UpstreamRateLimitHeaders {
 
     /// Removes the headers from the response of an upstream.
     pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
-        let is_rate_limit = |name: &&HeaderName| {
+        let is_rate_limit = |name: &HeaderName| {
             Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
         };
-        let names: Vec<HeaderName> = headers.keys().filter(is_rate_limit).cloned().collect();
-        if names.is_empty() {
-            return None;
-        }
-        let mut taken = HeaderMap::new();
-        for name in names {
-            for value in headers.get_all(&name) {
-                taken.append(&name, value.clone());
-            }
-            headers.remove(&name);
-        }
-        Some(Self(taken))
+        let found = headers.iter().filter(|(name, _)| is_rate_limit(name));
+        let taken: HeaderMap = found.map(|(name, value)| (name.clone(), value.clone())).collect();
+        head::remove_where(headers, is_rate_limit);
+        (!taken.is_empty()).then_some(Self(taken))
     }
 
     /// Restores the headers of each kind that the gateway did not add.
