@@ -271,7 +271,7 @@ impl Proxy {
                 if body.is_end_stream() {
                     Body::empty()
                 } else {
-                    Body::new(Download::new(body, self.idle_timeout, call))
+                    Body::new(Download::of_call(body, self.idle_timeout, call))
                 }
             }));
         }

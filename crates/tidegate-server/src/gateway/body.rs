@@ -113,6 +113,8 @@ pub(super) struct IdleTimeoutBody<B> {
     /// Created on the first wait: most bodies never need a timer.
     timer: Option<Pin<Box<Sleep>>>,
     waits_since: Option<Instant>,
+    /// Response that ends with this body.
+    _response: Option<OpenResponse>,
 }
 
 /// Body of a client's request.
@@ -128,6 +130,7 @@ impl<B> IdleTimeoutBody<B> {
             allowance: timeout,
             timer: None,
             waits_since: None,
+            _response: None,
         }
     }
 
@@ -197,42 +200,23 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
 }
 
 /// Body of an upstream's response.
-#[derive(Debug)]
-pub(super) struct Download {
-    body: IdleTimeoutBody<UpstreamBody>,
-    call: OpenCall,
-}
+pub(super) type Download = IdleTimeoutBody<UpstreamBody>;
 
 impl Download {
-    pub(super) fn new(body: UpstreamBody, timeout: Duration, call: OpenCall) -> Self {
+    /// Returns the body of a response, which is a part of its call.
+    pub(super) fn of_call(body: UpstreamBody, timeout: Duration, call: OpenCall) -> Self {
         call.timer.set_responding(true);
-        Self { body: IdleTimeoutBody::new(body, timeout, 0), call }
+        Self { _response: Some(OpenResponse(call)), ..Self::new(body, timeout, 0) }
     }
 }
 
-impl Drop for Download {
+/// Response of a call that has not ended.
+#[derive(Debug)]
+struct OpenResponse(OpenCall);
+
+impl Drop for OpenResponse {
     fn drop(&mut self) {
-        self.call.timer.set_responding(false);
-    }
-}
-
-impl Body for Download {
-    type Data = Bytes;
-    type Error = axum::BoxError;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
-        Pin::new(&mut self.get_mut().body).poll_frame(cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.0.timer.set_responding(false);
     }
 }
 
