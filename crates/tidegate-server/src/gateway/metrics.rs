@@ -8,7 +8,7 @@ use super::concurrency::Overload;
 use super::error::ProxyError;
 use super::local_error::LocalResource;
 use super::upstreams::Upstream;
-use crate::metrics::{Histogram, escaped, head};
+use crate::metrics::{Histogram, escaped, head, write_labelled, write_numbers};
 
 /// Status codes that are counted one by one; all others count as `other`.
 const MIN_CODE: u16 = 100;
@@ -91,39 +91,29 @@ impl GatewayMetrics {
     }
 
     pub(super) fn write(&self, text: &mut String) {
-        let name = "tidegate_gateway_requests_total";
-        head(text, name, "counter", "Requests to the gateway, by the status of the response.");
-        for (index, counter) in self.codes.iter().enumerate() {
-            let count = load(counter);
-            let code = if index < CODES {
-                (usize::from(MIN_CODE) + index).to_string()
-            } else {
-                "other".to_owned()
+        let codes = self.codes.iter().enumerate().map(|(index, counter)| {
+            let code = match index {
+                CODES => "other".to_owned(),
+                _ => (usize::from(MIN_CODE) + index).to_string(),
             };
-            if count > 0 {
-                let _ = writeln!(text, "{name}{{code=\"{code}\"}} {count}");
-            }
-        }
-        let name = "tidegate_gateway_requests_in_flight";
-        head(text, name, "gauge", "Requests whose response or tunnel has not ended.");
-        let _ = writeln!(text, "{name} {}", load(&self.in_flight));
-        self.seconds.write(
-            text,
-            "tidegate_gateway_request_seconds",
-            "Duration of a request to the gateway, to the end of its response.",
-        );
-        let name = "tidegate_gateway_aborted_responses_total";
-        head(text, name, "counter", "Responses that ended early, by the side that ended them.");
-        for (side, counter) in Aborted::ALL.into_iter().zip(&self.aborted) {
-            let _ = writeln!(text, "{name}{{side=\"{}\"}} {}", side.as_str(), load(counter));
-        }
-        let name = "tidegate_gateway_local_errors_total";
+            (code, load(counter))
+        });
+        let help = "Requests to the gateway, by the status of the response.";
+        let codes = codes.filter(|(_, count)| *count > 0);
+        write_labelled(text, ("tidegate_gateway_requests_total", "code"), help, codes);
+        let help = "Requests whose response or tunnel has not ended.";
+        let in_flight = load(&self.in_flight);
+        write_numbers(text, &[("tidegate_gateway_requests_in_flight", "gauge", help, in_flight)]);
+        let help = "Duration of a request to the gateway, to the end of its response.";
+        self.seconds.write(text, "tidegate_gateway_request_seconds", help);
+        let help = "Responses that ended early, by the side that ended them.";
+        let sides =
+            Aborted::ALL.map(Aborted::as_str).into_iter().zip(self.aborted.iter().map(load));
+        write_labelled(text, ("tidegate_gateway_aborted_responses_total", "side"), help, sides);
         let help = "Connections to upstreams that failed for lack of a resource of this host.";
-        head(text, name, "counter", help);
-        for (resource, counter) in LocalResource::ALL.into_iter().zip(&self.local_errors) {
-            let resource = resource.as_str();
-            let _ = writeln!(text, "{name}{{resource=\"{resource}\"}} {}", load(counter));
-        }
+        let resources = LocalResource::ALL.map(LocalResource::as_str).into_iter();
+        let resources = resources.zip(self.local_errors.iter().map(load));
+        write_labelled(text, ("tidegate_gateway_local_errors_total", "resource"), help, resources);
     }
 }
 
