@@ -47,6 +47,7 @@ mod telemetry;
 mod tunnel;
 mod uploads;
 mod upstreams;
+mod wakes;
 
 use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};

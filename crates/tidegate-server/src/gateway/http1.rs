@@ -7,12 +7,10 @@
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::task::{Context, Poll, Wake, Waker, ready};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use futures_util::task::AtomicWaker;
 use http::{Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -24,6 +22,7 @@ use tokio::time::Sleep;
 use super::body::{IdleTimer, UpstreamRequestBody};
 use super::connection::{Progress, UpstreamStream};
 use super::pool::Connections;
+use super::wakes::Wakes;
 
 /// Maximum number of headers in a response. Beyond its default of 100, hyper allocates space for
 /// all of them with each response, so only some connections accept as many.
@@ -31,9 +30,6 @@ const MAX_HEADERS: usize = 256;
 /// Maximum length of a body that is read in the task of the client's request. For longer ones, two
 /// tasks are faster: one reads while the other one writes.
 const MAX_INLINE_BYTES: usize = 64 * 1024;
-/// Number of times that a connection is polled again because it woke itself, before other tasks
-/// may run.
-const MAX_POLLS: usize = 16;
 
 type Driver = Pin<Box<dyn Future<Output = hyper::Result<()>> + Send>>;
 
@@ -45,9 +41,8 @@ pub(super) struct Http1Connection {
     pub(super) progress: Progress,
     /// Whether more than 100 headers in a response are accepted.
     pub(super) takes_many_headers: bool,
-    wakes: Arc<Wakes>,
     /// Waker of hyper's part, the same for all tasks that use the connection.
-    waker: Waker,
+    wakes: Arc<Wakes>,
     /// Timer for the head of a response. It is not reset for each request: when it expires, the
     /// deadline of the present one is looked up.
     timer: Pin<Box<Sleep>>,
@@ -87,14 +82,12 @@ impl Http1Connection {
             .allow_obsolete_multiline_headers_in_responses(true)
             .handshake(TokioIo::new(stream))
             .await?;
-        let wakes = Arc::new(Wakes::default());
         Ok(Box::new(Self {
             sender,
             driver: Some(Box::pin(connection.with_upgrades())),
             progress,
             takes_many_headers,
-            waker: Waker::from(Arc::clone(&wakes)),
-            wakes,
+            wakes: Arc::default(),
             timer: Box::pin(tokio::time::sleep(header_timeout)),
             pool,
         }))
@@ -162,24 +155,14 @@ impl Http1Connection {
         }
     }
 
-    /// Polls with the waker of the connection, until nothing more can be done without a wait. Its
-    /// parts wake each other; only a wake that comes later is passed on to the task.
+    /// Polls with the waker of the connection, until nothing more can be done without a wait.
     fn poll_turn<T>(
         &mut self,
         cx: &mut Context<'_>,
         mut poll: impl FnMut(&mut Self, &mut Context<'_>) -> Poll<T>,
     ) -> Poll<T> {
-        self.wakes.task.register(cx.waker());
-        let waker = self.waker.clone();
-        for _ in 0..MAX_POLLS {
-            self.wakes.hold();
-            let polled = poll(self, &mut Context::from_waker(&waker));
-            if polled.is_ready() || self.wakes.release() {
-                return polled;
-            }
-        }
-        cx.waker().wake_by_ref();
-        Poll::Pending
+        let wakes = Arc::clone(&self.wakes);
+        wakes.poll_turn(cx, |cx| poll(self, cx))
     }
 
     /// Leaves the connection to the next request, once it has completed the present one.
@@ -292,88 +275,5 @@ impl Body for UpstreamBody {
 
     fn size_hint(&self) -> SizeHint {
         self.incoming.size_hint()
-    }
-}
-
-/// Wakes of a connection by its parts. While it is polled, they are only recorded.
-#[derive(Debug, Default)]
-struct Wakes {
-    state: AtomicU8,
-    task: AtomicWaker,
-}
-
-/// Nothing has happened since the connection was last polled.
-const WAITING: u8 = 0;
-/// The connection is polled, or nothing waits for it.
-const HELD: u8 = 1;
-/// Something has happened.
-const WOKEN: u8 = 2;
-
-impl Wakes {
-    fn hold(&self) {
-        // The swap makes what a wake reports visible.
-        self.state.swap(HELD, Ordering::AcqRel);
-    }
-
-    /// Passes further wakes on. Returns false if there was one since [`hold`](Self::hold).
-    fn release(&self) -> bool {
-        let exchanged =
-            self.state.compare_exchange(HELD, WAITING, Ordering::AcqRel, Ordering::Acquire);
-        exchanged.is_ok()
-    }
-}
-
-impl Wake for Wakes {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        if self.state.swap(WOKEN, Ordering::AcqRel) == WAITING {
-            self.task.wake();
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicUsize;
-
-    use super::*;
-
-    #[derive(Default)]
-    struct Counter(AtomicUsize);
-
-    impl Wake for Counter {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Each step of both sides is one atomic operation, so all orders are those of the steps.
-    #[test]
-    fn no_wake_is_lost_in_any_order_of_the_steps() {
-        for wakes_before in 0..2 {
-            for wakes_during in 0..3 {
-                for wakes_after in 0..3 {
-                    let counter = Arc::new(Counter::default());
-                    let wakes = Arc::new(Wakes::default());
-                    wakes.task.register(&Waker::from(Arc::clone(&counter)));
-                    (0..wakes_before).for_each(|_| Wake::wake_by_ref(&wakes));
-                    let woken_before = counter.0.load(Ordering::Relaxed);
-                    assert_eq!(woken_before, wakes_before, "passed on while nothing polls");
-                    wakes.task.register(&Waker::from(Arc::clone(&counter)));
-                    wakes.hold();
-                    (0..wakes_during).for_each(|_| Wake::wake_by_ref(&wakes));
-                    assert_eq!(counter.0.load(Ordering::Relaxed), woken_before, "held back");
-                    let is_done = wakes.release();
-                    // Either the task polls again at once, or a later wake reaches it.
-                    assert_eq!(is_done, wakes_during == 0);
-                    (0..wakes_after).for_each(|_| Wake::wake_by_ref(&wakes));
-                    let woken = counter.0.load(Ordering::Relaxed) - woken_before;
-                    assert_eq!(woken, usize::from(is_done && wakes_after > 0));
-                }
-            }
-        }
     }
 }
