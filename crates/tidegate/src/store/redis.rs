@@ -65,10 +65,9 @@ use self::client::stats::BucketCounters;
 pub use self::client::stats::Distribution;
 pub use self::client::tls::Tls;
 use self::coordination::heartbeat::Heartbeats;
-use self::coordination::invalidation::PendingInvalidation;
+use self::coordination::invalidation::{PendingInvalidation, Publisher};
 #[doc(hidden)]
 pub use self::coordination::permissions::SCRIPT_COMMANDS;
-use self::coordination::publisher::Publisher;
 pub use self::health::{NodeHealth, Reply};
 pub use self::resilient::ResilientRedis;
 use self::routing::Topology;

@@ -6,13 +6,12 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 
-use super::client::endpoint::{Address, ConnectionOptions};
+use super::client::connection::{Address, ConnectionOptions};
 use super::client::stats::BucketCounters;
 use super::client::tls::Tls;
 use super::client::url::Url;
 use super::coordination::heartbeat::Heartbeats;
-use super::coordination::invalidation::InvalidationSet;
-use super::coordination::publisher::Publisher;
+use super::coordination::invalidation::{InvalidationSet, Publisher};
 use super::routing::{Seeds, Topology};
 use super::script::count::{FORMAT, format_mark};
 use super::{RedisStore, Shared};

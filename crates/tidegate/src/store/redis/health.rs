@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::RedisStore;
 use super::client::NodeClient;
-use super::client::connection::query_all_once;
-use super::client::endpoint::Address;
+use super::client::connection::{Address, query_all_once};
 use super::client::resp::{Command, Value};
 use super::client::stats::Distribution;
 use crate::resilience::CircuitState;

@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 
 use self::cluster::SlotMap;
 use self::moves::SlotMoves;
-use super::client::endpoint::{Address, ConnectionOptions, SharedOptions};
+use super::client::connection::{Address, ConnectionOptions, SharedOptions};
 use super::client::error::NodeError;
 use super::client::refresh::RefreshTrigger;
 use super::client::{NodeClient, Role};

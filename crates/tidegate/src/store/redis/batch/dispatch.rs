@@ -17,8 +17,8 @@ use crate::store::StoreError;
 use crate::store::redis::Shared;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::{
-    AttemptError, NodeError, ServerError, is_non_local_key, is_readonly, is_server_condition,
-    item_error, refuses_undeclared, with_address,
+    AttemptError, NodeError, ServerError, is_non_local_key, is_server_condition, item_error,
+    refuses_undeclared, with_address,
 };
 use crate::store::redis::routing::step::{Delivery, NextStep};
 use crate::store::redis::script::call::{ScriptCall, ScriptResult};
@@ -238,10 +238,10 @@ impl Round<'_> {
             Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
         };
         let deadline = earliest.unwrap_or(*latest);
-        let times = self.shared.server_times(connection.clock(), deadline, requests);
+        let times = self.shared.server_times(&connection.clock, deadline, requests);
         let script_call = |call: &PlannedCall| ScriptCall {
             script: Script::decide(call.mode),
-            command: requests.command(&call.items, &times, call.mode),
+            arguments: requests.arguments(&call.items, &times, call.mode),
             asking: call.asking,
         };
         let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
@@ -257,7 +257,7 @@ impl Round<'_> {
         measured.end(received);
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
             let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
-            connection.clock().observe(reply.now, sent, received);
+            connection.clock.observe(reply.now, sent, received);
             // The script ran after its deadline, perhaps only because the server's clock was set.
             // Its time is known now.
             reply.items.ok_or(AttemptError::Late)
@@ -270,18 +270,16 @@ impl Round<'_> {
         if reason == LATER {
             return Err(NextStep::SendAgain);
         }
-        let reason = with_address(self.node.address(), reason);
-        if is_readonly(&reason) {
-            let error = AttemptError::Server(ServerError::NotWritable(reason));
-            Err(self.next_step(item, error))
-        } else if mode == KeyMode::CrossSlot && refuses_undeclared(&reason) {
-            self.node.refuse_cross_slot(&reason);
-            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
-        } else if is_non_local_key(&reason) {
-            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
-        } else {
-            Ok(ItemReply::Error(reason))
-        }
+        let error = match ServerError::new(self.node.address(), reason) {
+            error @ (ServerError::NotWritable(_) | ServerError::NotReady(_)) => error,
+            _ if mode == KeyMode::CrossSlot && refuses_undeclared(reason) => {
+                self.node.refuse_cross_slot(&with_address(self.node.address(), reason));
+                ServerError::NonLocalKey
+            }
+            _ if is_non_local_key(reason) => ServerError::NonLocalKey,
+            _ => return Ok(ItemReply::Error(with_address(self.node.address(), reason))),
+        };
+        Err(self.next_step(item, AttemptError::Server(error)))
     }
 
     fn next_step(&self, item: usize, error: AttemptError) -> NextStep {

@@ -9,8 +9,7 @@ use tokio::time::sleep;
 use super::slot::SLOTS;
 use super::{Routes, TopologyState};
 use crate::store::redis::client::NodeClient;
-use crate::store::redis::client::connection::query_once;
-use crate::store::redis::client::endpoint::Address;
+use crate::store::redis::client::connection::{Address, query_once};
 use crate::store::redis::client::error::{AttemptError, NodeError, ServerError};
 use crate::store::redis::client::resp::{Command, Value};
 

@@ -4,8 +4,8 @@
 //! ```text
 //! add(request, slot, write_key) -> item
 //! order(items, repeats) -> [OrderedItem]          the order of the call
-//! command(order, server_times, mode) -> bytes     mode: KeyMode::{Declared, CrossSlot}
-//! Script::decide(mode)                            the script of that command, for SCRIPT LOAD
+//! arguments(order, server_times, mode) -> Command mode: KeyMode::{Declared, CrossSlot}
+//! Script::decide(mode)                            the script that they are for
 //! read(order, reply) -> CallReply                 one reply per item, in the same order
 //! ```
 //!
@@ -14,15 +14,15 @@
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
+use super::KeyMode;
 use super::count::CountKind;
 use super::reply::{ReplyReader, unexpected};
-use super::{KeyMode, Script};
 use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
 use crate::store::redis::client::error::item_error;
-use crate::store::redis::client::resp::{Value, push_word};
+use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
 use crate::store::{Action, StoreError};
 
@@ -147,7 +147,7 @@ const MAX_COST: u64 = 1 << 52;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
 const NO_DEADLINE: i64 = 1 << 53;
 /// Number of bytes of a word without its text, and of a header, at most.
-const KEY_BYTES: usize = 8;
+const WORD_BYTES: usize = 8;
 const HEADER_BYTES: usize = 112;
 /// Limit up to which a decision on a packed log takes about as long as on a small count.
 const SMALL_LOG: u64 = 250;
@@ -403,35 +403,33 @@ impl EncodedRequests {
         order
     }
 
-    /// Encodes the call of these items.
-    pub(crate) fn command(
+    /// Encodes the arguments of the call of these items.
+    pub(crate) fn arguments(
         &self,
         order: &[OrderedItem],
         server_times: &ServerTimes,
         mode: KeyMode,
-    ) -> Vec<u8> {
+    ) -> Command {
         let charges = || order.iter().flat_map(|ordered| self.charges_of(ordered.item));
+        let key = |charge: &EncodedCharge| self.keys[charge.key.clone()].as_bytes();
         let keys = charges().count();
         let declared = if mode == KeyMode::Declared { keys } else { keys.min(1) };
         let runs = || order.chunk_by(|one, other| one.run == other.run);
         let run_count = runs().count();
-        let arguments = run_count + keys - declared;
-        let capacity = self.keys.len() + KEY_BYTES * keys + HEADER_BYTES * run_count;
-        let mut command = Script::decide(mode).encode_evalsha(declared, arguments, capacity);
-        let push_key = |command: &mut Vec<u8>, charge: &EncodedCharge| {
-            push_word(command, self.keys[charge.key.clone()].as_bytes());
-        };
-        charges().take(declared).for_each(|charge| push_key(&mut command, charge));
+        let capacity = self.keys.len() + WORD_BYTES * (1 + keys) + HEADER_BYTES * run_count;
+        let mut arguments = Command::with_capacity(capacity);
+        arguments.push(itoa::Buffer::new().format(declared).as_bytes());
+        charges().take(declared).for_each(|charge| arguments.push(key(charge)));
         let mut header = Vec::with_capacity(HEADER_BYTES);
         for run in runs() {
-            let Some(OrderedItem { item, run: key }) = run.first() else { continue };
+            let Some(OrderedItem { item, run: run_key }) = run.first() else { continue };
             header.clear();
             #[expect(clippy::cast_precision_loss, reason = "all numbers are below 2^53")]
             let mut push = |number: i64| header.extend((number as f64).to_le_bytes());
             push(server_times.deadline.unwrap_or(NO_DEADLINE));
             push(signed(server_times.driven.unwrap_or(0)));
             push(signed(run_count as u64));
-            match *key {
+            match *run_key {
                 RunKey::Alike(quota, cost, times) => {
                     let quota = &self.quotas[quota];
                     push(i64::from(quota.kind.number()));
@@ -445,10 +443,10 @@ impl EncodedRequests {
                 }
                 RunKey::Group(_) => self.push_group(*item, server_times, push),
             }
-            push_word(&mut command, &header);
+            arguments.push(&header);
         }
-        charges().skip(declared).for_each(|charge| push_key(&mut command, charge));
-        command
+        charges().skip(declared).for_each(|charge| arguments.push(key(charge)));
+        arguments
     }
 
     /// Writes the part of a group's header that follows the call's numbers.
@@ -474,7 +472,7 @@ impl EncodedRequests {
         self.items[item].kind == RequestKind::Group(Operation::Apply(Action::Reset))
     }
 
-    /// Decodes the reply to [`command`](Self::command) with the same order.
+    /// Decodes the reply to [`arguments`](Self::arguments) with the same order.
     pub(crate) fn read(
         &self,
         order: &[OrderedItem],
