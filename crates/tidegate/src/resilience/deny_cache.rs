@@ -340,10 +340,6 @@ impl<S: SharedStore> SharedStore for DenyCache<S> {
         self.inner.store.invalidations(since)
     }
 
-    fn epoch(&self) -> u64 {
-        self.inner.store.epoch()
-    }
-
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
         self.inner.store.epoch_of(charge)
     }

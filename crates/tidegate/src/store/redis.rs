@@ -71,7 +71,7 @@ pub use self::coordination::permissions::SCRIPT_COMMANDS;
 pub use self::health::{NodeHealth, Reply};
 pub use self::resilient::ResilientRedis;
 use self::routing::Topology;
-use self::routing::slot::slot_of_user_key;
+use self::routing::slots::slot_of_user_key;
 use self::routing::step::{CallError, Delivery, NextStep, Retries, Target};
 use self::script::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use super::invalidation::{Cursor, Invalidations};
@@ -428,10 +428,6 @@ impl SharedStore for RedisStore {
             polled.now = self.shared.driven_time().or(polled.now);
             Ok(polled)
         })
-    }
-
-    fn epoch(&self) -> u64 {
-        self.shared.topology.state().epoch()
     }
 
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {

@@ -89,19 +89,19 @@ impl RedisStore {
     /// and again after a restart or `SCRIPT FLUSH`.
     #[must_use]
     pub fn script_loads(&self) -> u64 {
-        self.shared.topology.state().script_loads()
+        self.shared.topology.state().totals().script_loads
     }
 
     /// Returns the number of reconnects to nodes that decide.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
-        self.shared.topology.state().reconnects()
+        self.shared.topology.state().totals().reconnects
     }
 
     /// Returns how often the circuit of a node has opened.
     #[must_use]
     pub fn circuits_opened(&self) -> u64 {
-        self.shared.topology.state().circuits_opened()
+        self.shared.topology.state().totals().circuits_opened
     }
 
     /// Returns the number of MOVED and ASK redirects of a cluster. It grows while slots move and

@@ -15,7 +15,7 @@ use crate::store::redis::batch::dispatch::dispatch_probe;
 use crate::store::redis::batch::{Batch, InFlightBatch};
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::MIGRATING;
-use crate::store::redis::routing::slot::{SLOTS, slot_of};
+use crate::store::redis::routing::slots::{SLOTS, slot_of};
 use crate::store::redis::routing::step::{Delivery, NextStep};
 use crate::store::redis::script::requests::{Operation, Request};
 use crate::store::{Action, StoreError};

@@ -18,7 +18,7 @@ use crate::store::redis::client::connection::Connection;
 use crate::store::redis::client::error::{AttemptError, ServerError};
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::TopologyState;
-use crate::store::redis::routing::slot::slot_of;
+use crate::store::redis::routing::slots::slot_of;
 use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
 
 /// Call of one script.
