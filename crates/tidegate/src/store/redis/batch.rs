@@ -17,9 +17,8 @@ use super::script::requests::{EncodedRequests, ItemReply, Request, RequestDecisi
 use crate::charge::Charge;
 use crate::store::StoreError;
 
-mod compensation;
+pub(super) mod cross_slot;
 pub(super) mod dispatch;
-pub(super) mod groups;
 pub(super) mod queue;
 
 /// Batch of requests for one node.

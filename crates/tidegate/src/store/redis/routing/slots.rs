@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::charge::Charge;
 use crate::key::redis_key;
 use crate::store::redis::client::NodeClient;
 
@@ -18,8 +19,13 @@ pub(crate) fn slot_of(redis_key: &str) -> u16 {
     crc16(hash_tag(redis_key).bytes()) % 16_384
 }
 
-/// Returns the slot of all counts of a user's key. Formats the Redis key only if it has escapes.
-pub(crate) fn slot_of_user_key(key: &str) -> u16 {
+/// Returns the slot of the count of a charge, which is that of all counts of its key.
+pub(crate) fn slot_of_charge(charge: &Charge<'_>) -> u16 {
+    slot_of_user_key(charge.key())
+}
+
+/// Returns the slot of a user's key. Formats the Redis key only if it has escapes.
+fn slot_of_user_key(key: &str) -> u16 {
     if key.bytes().any(|byte| b"%{}".contains(&byte)) {
         return slot_of(&redis_key("", key, ""));
     }
