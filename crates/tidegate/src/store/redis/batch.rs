@@ -13,7 +13,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use super::routing::step::{Delivery, NextStep};
-use super::script::requests::{EncodedRequests, ItemReply, Request, RequestDecisions};
+use super::script::reply::{ItemReply, RequestDecisions};
+use super::script::requests::{EncodedRequests, Request};
 use crate::charge::Charge;
 use crate::store::StoreError;
 

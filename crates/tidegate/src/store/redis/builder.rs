@@ -15,7 +15,7 @@ use super::client::url::Url;
 use super::coordination::heartbeat::Heartbeats;
 use super::coordination::invalidation::{InvalidationSet, Publisher};
 use super::routing::{Seeds, Topology};
-use super::script::count::{FORMAT, format_mark};
+use super::script::{FORMAT, format_mark};
 use crate::clock::SystemClock;
 use crate::store::StoreError;
 

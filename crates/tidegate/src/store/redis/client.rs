@@ -17,7 +17,6 @@ use tokio::time::{sleep, timeout, timeout_at};
 use self::backoff::Backoff;
 use self::connection::{Address, Connection, SharedOptions, is_primary_role, parse_time};
 use self::error::{AttemptError, NodeError, one_line};
-use self::refresh::RefreshTrigger;
 use self::resp::{Command, Value};
 use self::stats::NodeCalls;
 use super::batch::queue::Queue;
@@ -28,7 +27,6 @@ use crate::resilience::circuit::{Circuit, CircuitOptions};
 pub(super) mod backoff;
 pub(super) mod connection;
 pub(super) mod error;
-pub(super) mod refresh;
 pub(super) mod resp;
 pub(super) mod server_clock;
 pub(super) mod stats;
@@ -116,7 +114,7 @@ impl NodeClient {
             health_check: Notify::new(),
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
-            scripts: LoadedScripts::new(),
+            scripts: LoadedScripts::default(),
             refuses_cross_slot: AtomicBool::new(false),
             last_error: Mutex::new(None),
         });
@@ -479,5 +477,40 @@ impl NodeShared {
 
     fn record_error(&self, error: &NodeError) {
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
+    }
+}
+
+/// Asks every task that follows the topology to refresh it now. Any number of triggers before the
+/// next wait count as one.
+#[derive(Clone)]
+pub(super) struct RefreshTrigger(watch::Sender<()>);
+
+/// Receiver of a [`RefreshTrigger`], one per task.
+pub(super) struct RefreshListener(watch::Receiver<()>);
+
+impl RefreshTrigger {
+    pub(super) fn new() -> Self {
+        Self(watch::Sender::new(()))
+    }
+
+    pub(super) fn trigger(&self) {
+        self.0.send_replace(());
+    }
+
+    pub(super) fn listener(&self) -> RefreshListener {
+        RefreshListener(self.0.subscribe())
+    }
+}
+
+impl RefreshListener {
+    /// Waits for a trigger; returns at once if there was one since the last wait.
+    pub(super) async fn wait(&mut self) {
+        let triggered = self.0.changed().await;
+        debug_assert!(triggered.is_ok(), "every listening task holds the trigger, too");
+    }
+
+    /// Waits like [`wait`](Self::wait), at most for this time.
+    pub(super) async fn wait_timeout(&mut self, limit: Duration) {
+        let _ = timeout(limit, self.wait()).await;
     }
 }

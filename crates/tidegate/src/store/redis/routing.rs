@@ -17,8 +17,7 @@ use tokio::time::{sleep, timeout};
 use self::slots::{SlotMap, SlotMoves};
 use super::client::connection::{Address, ConnectionOptions, SharedOptions};
 use super::client::error::NodeError;
-use super::client::refresh::RefreshTrigger;
-use super::client::{NodeClient, Role};
+use super::client::{NodeClient, RefreshTrigger, Role};
 use super::health::NodeHealth;
 use crate::store::StoreError;
 
@@ -315,11 +314,11 @@ impl TopologyState {
 
     /// Replaces the slot map by one that continues its change counts.
     fn replace_slots(&self, before: &SlotMap, mut map: SlotMap) {
-        let moved = map.continue_from(before);
-        if !moved.is_empty() {
+        let new_owners = map.continue_from(before);
+        if !new_owners.is_empty() {
             let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
             let address = |owner: Option<&Arc<NodeClient>>| Some(owner?.address().to_string());
-            for slot in moved {
+            for slot in new_owners {
                 moves.add(slot, address(before.owner(slot)), address(map.owner(slot)));
             }
         }

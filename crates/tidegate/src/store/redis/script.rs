@@ -3,11 +3,20 @@
 use std::sync::LazyLock;
 
 pub(super) mod call;
-pub(super) mod count;
 #[cfg(test)]
 mod instruction_tests;
-mod reply;
+pub(super) mod reply;
 pub(super) mod requests;
+
+/// Version of the forms in which scripts keep counts. A release that cannot read the values of the one before it, or that writes
+/// values which that one cannot read, has another version, and so other names of counts. During an
+/// upgrade each version then counts for itself, and a key is admitted at most twice its limit.
+pub(super) const FORMAT: u32 = 1;
+
+/// Returns the mark of a format in names of counts and instances. The first one has none.
+pub(super) fn format_mark(format: u32) -> String {
+    if format == 1 { String::new() } else { format!("v{format}") }
+}
 
 /// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {

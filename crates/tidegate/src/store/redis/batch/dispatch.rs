@@ -33,9 +33,8 @@ use crate::store::redis::routing::slots::slot_of_charge;
 use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
 use crate::store::redis::routing::{Topology, TopologyState};
 use crate::store::redis::script::call::{ScriptCall, ScriptResult};
-use crate::store::redis::script::requests::{
-    EncodedRequests, ItemReply, LATER, OrderedItem, Request, RequestDecisions,
-};
+use crate::store::redis::script::reply::{ItemReply, LATER, RequestDecisions};
+use crate::store::redis::script::requests::{EncodedRequests, OrderedItem, Request};
 use crate::store::redis::script::{KeyMode, Script};
 
 /// Decides the requests of a store. Background tasks share it, because a refund may outlast its
@@ -158,7 +157,7 @@ impl Dispatcher {
             }
         };
         if recorded && let Some(outcome) = round.outcome(&results) {
-            self.record(node, outcome.as_ref().map(|()| ()));
+            self.record(node, outcome.as_ref().copied());
         }
         batch.complete(sealed, results);
     }

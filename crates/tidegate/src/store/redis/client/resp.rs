@@ -40,7 +40,9 @@ impl Command {
     /// Appends it to a pipeline, after these first words.
     pub(crate) fn encode(&self, first_words: &[&str], pipeline: &mut Vec<u8>) {
         push_number(pipeline, b'*', first_words.len() + self.words);
-        first_words.iter().for_each(|word| push_word(pipeline, word.as_bytes()));
+        for word in first_words {
+            push_word(pipeline, word.as_bytes());
+        }
         pipeline.extend_from_slice(&self.encoded);
     }
 }
@@ -48,7 +50,9 @@ impl Command {
 /// Encodes commands as they are sent.
 pub(crate) fn encode(commands: &[Command]) -> Vec<u8> {
     let mut pipeline = Vec::new();
-    commands.iter().for_each(|command| command.encode(&[], &mut pipeline));
+    for command in commands {
+        command.encode(&[], &mut pipeline);
+    }
     pipeline
 }
 

@@ -34,22 +34,17 @@ pub(crate) struct ScriptCall {
 pub(crate) type ScriptResult = Result<Value, AttemptError>;
 
 /// Scripts of one node.
+#[derive(Default)]
 pub(crate) struct LoadedScripts {
-    loads: [ScriptLoad; SCRIPT_COUNT],
+    /// Value of `completed` after the last load of each script. Locked during a load, which all
+    /// calls that find the script missing share.
+    last_loads: tokio::sync::Mutex<[u64; SCRIPT_COUNT]>,
     /// Number of loads that were started.
     started: AtomicU64,
     /// Number of loads that have completed.
     completed: AtomicU64,
     /// Time until which no script is loaded, because a load did not help.
     text_until: Mutex<Option<Instant>>,
-}
-
-/// Loads of one script on one node. All calls that find the script missing share one load.
-#[derive(Default)]
-struct ScriptLoad {
-    /// Value of [`LoadedScripts::completed`] after its last load.
-    last: AtomicU64,
-    lock: tokio::sync::Mutex<()>,
 }
 
 /// Number of bytes of a call's first words, without the script, at most.
@@ -59,15 +54,6 @@ const NO_SCRIPT: AttemptError = AttemptError::Server(ServerError::NoScript);
 const TEXT_TTL: Duration = Duration::from_secs(60);
 
 impl LoadedScripts {
-    pub(crate) fn new() -> Self {
-        Self {
-            loads: std::array::from_fn(|_| ScriptLoad::default()),
-            started: AtomicU64::new(0),
-            completed: AtomicU64::new(0),
-            text_until: Mutex::new(None),
-        }
-    }
-
     /// Returns the number of loads.
     pub(crate) fn total(&self) -> u64 {
         self.started.load(Ordering::Relaxed)
@@ -175,13 +161,8 @@ impl NodeClient {
         loads_before: u64,
         deadline: Instant,
     ) -> Result<(), AttemptError> {
-        let mut loaded: Vec<usize> = Vec::new();
         for call in missing {
-            let script = calls[*call].script;
-            if !loaded.contains(&script.index()) {
-                self.load(script, loads_before, deadline).await?;
-                loaded.push(script.index());
-            }
+            self.load(calls[*call].script, loads_before, deadline).await?;
         }
         Ok(())
     }
@@ -225,16 +206,17 @@ impl NodeClient {
         deadline: Instant,
     ) -> Result<(), AttemptError> {
         let scripts = self.scripts();
-        let load = &scripts.loads[script.index()];
-        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
+        let Ok(mut last_loads) = timeout_at(deadline.into(), scripts.last_loads.lock()).await
+        else {
             return Err(AttemptError::Late);
         };
-        if load.last.load(Ordering::Relaxed) > loads_before_call {
+        let last_load = &mut last_loads[script.index()];
+        if *last_load > loads_before_call {
             return Ok(());
         }
         scripts.started.fetch_add(1, Ordering::Relaxed);
         self.query(Command::new("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
-        load.last.store(scripts.completed.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Relaxed);
+        *last_load = scripts.completed.fetch_add(1, Ordering::AcqRel) + 1;
         Ok(())
     }
 }

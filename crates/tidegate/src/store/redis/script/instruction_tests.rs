@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use redis::{Connection, ConnectionLike};
 
-use super::requests::{EncodedRequests, ItemReply, Operation, Request};
+use super::reply::ItemReply;
+use super::requests::{EncodedRequests, Operation, Request};
 use super::{KeyMode, Script};
 use crate::algorithm::{Algorithm, Encoding};
 use crate::charge::Charge;

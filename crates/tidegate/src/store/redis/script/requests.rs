@@ -1,5 +1,5 @@
 //! [`EncodedRequests`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, which
-//! documents the protocol; and [`CallReply`]: its decoded reply.
+//! documents the protocol.
 //!
 //! ```text
 //! add(request, slot, write_key) -> item
@@ -15,13 +15,10 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
 use super::KeyMode;
-use super::count::CountKind;
-use super::reply::{ReplyReader, unexpected};
-use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
+use super::reply::{CallReply, ItemReply, ReplyReader, unexpected};
+use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
-use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
-use crate::store::redis::client::error::item_error;
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
 use crate::store::{Action, StoreError};
@@ -116,32 +113,6 @@ struct EncodedQuota {
     option: u64,
 }
 
-/// Decoded reply of one call.
-pub(crate) struct CallReply {
-    /// The server's time in microseconds.
-    pub(crate) now: i64,
-    /// Reply per item that was sent; `None` if the script ran after its deadline and did nothing.
-    pub(crate) items: Option<Vec<ItemReply>>,
-}
-
-/// Reply to one item.
-#[derive(Debug, Clone)]
-pub(crate) enum ItemReply {
-    Grants(Grants),
-    /// Decision per charge.
-    Decisions(Vec<RawDecision>),
-    /// Error of this item; other items of the call are not affected.
-    Error(String),
-}
-
-/// Decision per charge of one request.
-pub(crate) enum RequestDecisions {
-    One(Decision),
-    Many(Vec<Decision>),
-}
-
-/// Error text of an item for which the call did nothing, because it had done enough.
-pub(crate) const LATER: &str = "LATER";
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
@@ -188,58 +159,6 @@ impl Operation {
     }
 }
 
-impl ItemReply {
-    /// Returns the decisions for one request, given the number of equal requests before it.
-    pub(crate) fn decisions(
-        &self,
-        request: &Request<'_>,
-        preceding: u64,
-    ) -> Result<RequestDecisions, StoreError> {
-        let decision = |raw: RawDecision, charge: &Charge<'_>| {
-            raw.into_decision(charge.quota(), Source::Store)
-        };
-        match (self, request.charges) {
-            (Self::Grants(grants), [charge]) => {
-                let raw = grants.decision(charge.quota(), charge.cost(), preceding);
-                Ok(RequestDecisions::One(decision(raw, charge)))
-            }
-            (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
-            // The script does not compute the state of a key that it has deleted.
-            (Self::Decisions(_), charges)
-                if request.operation == Operation::Apply(Action::Reset) =>
-            {
-                let untouched =
-                    |charge: &Charge<'_>| decision(RawDecision::untouched(charge.quota()), charge);
-                Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
-            }
-            (Self::Decisions(raw), charges) => {
-                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
-                Ok(RequestDecisions::Many(decided.collect()))
-            }
-            (Self::Error(reason), _) => Err(item_error(reason)),
-        }
-    }
-}
-
-impl RequestDecisions {
-    pub(crate) fn into_vec(self) -> Vec<Decision> {
-        match self {
-            Self::One(decision) => vec![decision],
-            Self::Many(decisions) => decisions,
-        }
-    }
-
-    /// Returns the decision of a request with a single charge.
-    pub(crate) fn into_one(self) -> Result<Decision, StoreError> {
-        match self {
-            Self::One(decision) => Ok(decision),
-            Self::Many(decisions) => {
-                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
-            }
-        }
-    }
-}
-
 impl RequestKind {
     fn of(request: &Request<'_>) -> Self {
         match (request.operation, request.charges) {
@@ -259,6 +178,37 @@ impl Item {
     /// Returns whether the script only reads the count.
     pub(crate) fn is_read(&self) -> bool {
         self.kind == RequestKind::Group(Operation::Apply(Action::ChargeUpTo))
+    }
+}
+
+/// Form of a count in Redis. The discriminants are the kinds of decide.lua.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CountKind {
+    SlidingLog = 1,
+    PackedLog = 2,
+    SlidingCounter = 3,
+    PackedCounter = 4,
+    FixedWindow = 5,
+    TokenBucket = 6,
+    LeakyBucket = 7,
+}
+
+impl CountKind {
+    pub(crate) fn of(quota: &Quota) -> Self {
+        match (quota.algorithm(), quota.encoding()) {
+            (Algorithm::SlidingLog, Encoding::Packed) => Self::PackedLog,
+            (Algorithm::SlidingLog, _) => Self::SlidingLog,
+            (Algorithm::SlidingCounter, Encoding::Packed) => Self::PackedCounter,
+            (Algorithm::SlidingCounter, _) => Self::SlidingCounter,
+            (Algorithm::FixedWindow, _) => Self::FixedWindow,
+            (Algorithm::TokenBucket, _) => Self::TokenBucket,
+            (Algorithm::LeakyBucket, _) => Self::LeakyBucket,
+        }
+    }
+
+    /// Returns the number of this form in the script.
+    pub(crate) fn number(self) -> u8 {
+        self as u8
     }
 }
 
