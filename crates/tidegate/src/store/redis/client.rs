@@ -311,30 +311,17 @@ impl Drop for NodeClient {
     }
 }
 
-impl ConnectionState {
-    /// Returns the connection or the reason for its absence; `None` while connecting.
-    fn connection(&self) -> Option<Result<Arc<Connection>, AttemptError>> {
-        match self {
-            Self::Up(connection) => Some(Ok(Arc::clone(connection))),
-            Self::Down(error) => Some(Err(AttemptError::Down(error.clone()))),
-            Self::Retired => Some(Err(AttemptError::Retired)),
-            Self::Connecting => None,
-        }
-    }
-}
-
 impl NodeShared {
+    /// Returns the connection, or the reason for its absence, once the first attempt to connect has
+    /// ended.
     async fn connection(&self) -> Result<Arc<Connection>, AttemptError> {
-        if let Some(result) = self.state.borrow().connection() {
-            return result;
-        }
-        let mut changes = self.state.subscribe();
-        loop {
-            if let Some(result) = changes.borrow_and_update().connection() {
-                return result;
-            }
-            if changes.changed().await.is_err() {
-                return Err(AttemptError::Retired);
+        let mut state = self.state.subscribe();
+        let is_known = |state: &ConnectionState| !matches!(state, ConnectionState::Connecting);
+        match state.wait_for(is_known).await.as_deref() {
+            Ok(ConnectionState::Up(connection)) => Ok(Arc::clone(connection)),
+            Ok(ConnectionState::Down(error)) => Err(AttemptError::Down(error.clone())),
+            Ok(ConnectionState::Connecting | ConnectionState::Retired) | Err(_) => {
+                Err(AttemptError::Retired)
             }
         }
     }
