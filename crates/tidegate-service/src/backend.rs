@@ -374,10 +374,6 @@ impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
         self.store.invalidations(since)
     }
 
-    fn epoch(&self) -> u64 {
-        self.store.epoch()
-    }
-
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
         self.store.epoch_of(charge)
     }

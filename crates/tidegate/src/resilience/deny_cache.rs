@@ -13,19 +13,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::task::AbortHandle;
 
-use self::key::HashSecret;
-use self::table::{CacheQuery, Denial, DenialTable};
-use self::versions::CountVersions;
+use self::table::{CacheQuery, CountVersions, Denial, DenialTable, HashSecret};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
 use crate::store::invalidation::{CountId, Cursor, Invalidations};
 use crate::store::{Action, Outcome, SharedStore, Store, StoreError};
 
-mod key;
 mod poller;
 mod table;
-mod versions;
 
 /// A cache of denials around a store: a denial is repeated without a call for as long as it surely
 /// holds.
@@ -338,10 +334,6 @@ impl<S: SharedStore> SharedStore for DenyCache<S> {
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.invalidations(since)
-    }
-
-    fn epoch(&self) -> u64 {
-        self.inner.store.epoch()
     }
 
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {

@@ -29,7 +29,6 @@ use crate::store::{Action, Outcome, SharedStore, Store, StoreError, collect_inde
 mod ledger;
 mod local;
 mod outage;
-mod settlement;
 
 /// A fallback around a store: it decides when the store cannot, by [`Charge::on_store_failure`].
 ///

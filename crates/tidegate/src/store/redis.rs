@@ -50,38 +50,28 @@
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use tokio::runtime::Handle;
-
-use self::batch::dispatch::dispatch;
-use self::batch::queue::Enqueued;
-use self::batch::{Batch, InFlightBatch};
+use self::batch::cross_slot::decide_all;
+use self::batch::dispatch::Dispatcher;
 pub(crate) use self::blocking::run_in_background;
 pub use self::builder::Builder;
 use self::builder::Deployment;
-use self::client::NodeClient;
-use self::client::server_clock::{ServerClock, ServerTimes};
-use self::client::stats::BucketCounters;
 pub use self::client::stats::Distribution;
 pub use self::client::tls::Tls;
 use self::coordination::heartbeat::Heartbeats;
-use self::coordination::invalidation::PendingInvalidation;
-#[doc(hidden)]
-pub use self::coordination::permissions::SCRIPT_COMMANDS;
-use self::coordination::publisher::Publisher;
+use self::coordination::invalidation::{PendingInvalidation, Publisher};
+pub use self::coordination::probe::SCRIPT_COMMANDS;
 pub use self::health::{NodeHealth, Reply};
-use self::routing::Topology;
-use self::routing::slot::slot_of_user_key;
-use self::routing::step::{CallError, Delivery, NextStep, Retries, Target};
-use self::script::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+use self::routing::slots::slot_of_charge;
+use self::routing::step::Delivery;
+use self::script::requests::{Operation, Request};
 use super::invalidation::{Cursor, Invalidations};
 use super::{Action, Outcome, SharedStore, Store, StoreError, collect_independent};
 use crate::charge::Charge;
-use crate::clock::{Clock, SystemClock, Timestamp};
+use crate::clock::Clock;
 use crate::decision::Decision;
 use crate::join::join_all;
-use crate::key::write_redis_key;
 
 mod batch;
 mod blocking;
@@ -103,28 +93,9 @@ mod script;
 /// # }
 /// ```
 pub struct RedisStore {
-    shared: Arc<Shared>,
-}
-
-/// State of a store. Background tasks share it, because a refund may outlast its caller.
-struct Shared {
-    topology: Arc<Topology>,
+    dispatcher: Arc<Dispatcher>,
     publisher: Arc<Publisher>,
     heartbeats: Heartbeats,
-    prefix: String,
-    /// Mark of the format in names of counts.
-    format_mark: String,
-    clock: SystemClock,
-    timeout: Duration,
-    group_commit: bool,
-    cross_slot: bool,
-    /// Number of decisions in each call.
-    call_sizes: BucketCounters,
-    /// Runtime in which the store was connected.
-    runtime: Handle,
-    /// Manual clock of a test, which replaces the server's time.
-    #[cfg(feature = "testing")]
-    driven_by: Option<crate::clock::ManualClock>,
 }
 
 impl RedisStore {
@@ -217,7 +188,7 @@ impl RedisStore {
     /// ```
     pub fn renew_credentials(&self, builder: &Builder) -> Result<(), StoreError> {
         let (seeds, options) = builder.validate()?;
-        let topology = self.shared.topology.state();
+        let topology = self.dispatcher.topology();
         if options.tls.is_some() != topology.options().tls.is_some() {
             let reason = "redis:// and rediss:// cannot replace each other while the store is in \
                           use: create another store";
@@ -227,11 +198,21 @@ impl RedisStore {
         Ok(())
     }
 
-    /// Announces several decisions of one caller: the first of them waits until the others have
-    /// joined its call.
-    #[doc(hidden)]
+    /// Announces several decisions of one caller, which are started next: the first of them waits
+    /// until the others have joined its call. Without it, a lone decision is sent at once.
+    ///
+    /// ```no_run
+    /// use tidegate::{Action, Charge, RedisStore, Store, StoreError};
+    ///
+    /// async fn peek(store: &RedisStore, one: Charge<'_>, two: Charge<'_>) -> Result<(), StoreError> {
+    ///     store.expect_batch();
+    ///     let (one, two) = (store.decide(Action::Peek, &one), store.decide(Action::Peek, &two));
+    ///     tokio::try_join!(one.into_future(), two.into_future())?;
+    ///     Ok(())
+    /// }
+    /// ```
     pub fn expect_batch(&self) {
-        for node in self.shared.topology.state().primaries() {
+        for node in self.dispatcher.topology().primaries() {
             node.queue().expect_batch();
         }
     }
@@ -239,114 +220,9 @@ impl RedisStore {
     /// Returns the key under which Redis keeps the count of a charge.
     #[must_use]
     pub fn redis_key(&self, charge: &Charge<'_>) -> String {
-        self.shared.redis_key(charge)
-    }
-}
-
-impl Shared {
-    fn redis_key(&self, charge: &Charge<'_>) -> String {
-        let mut text = String::new();
-        self.write_key(&mut text, charge);
-        text
-    }
-
-    fn write_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), &self.format_mark, charge.policy());
-    }
-
-    fn slot(charge: &Charge<'_>) -> u16 {
-        slot_of_user_key(charge.key())
-    }
-
-    /// Returns whether one call to this node may reach keys of several slots.
-    fn crosses_slots(&self, node: &NodeClient) -> bool {
-        self.cross_slot && node.allows_cross_slot()
-    }
-
-    /// Decides a request on keys of one node. Requests for one node share calls.
-    async fn decide(
-        self: &Arc<Self>,
-        request: &Request<'_>,
-        started: Instant,
-        delivery: Delivery,
-    ) -> Result<RequestDecisions, CallError> {
-        let Some(first) = request.charges.first() else {
-            return Ok(RequestDecisions::Many(Vec::new()));
-        };
-        let (slot, deadline, topology) =
-            (Self::slot(first), started + self.timeout, self.topology.state());
-        let write_key = |text: &mut String, charge: &Charge<'_>| self.write_key(text, charge);
-        let mut target = Target { node: topology.route(slot)?, delivery };
-        let mut retries = None;
-        loop {
-            if target.node.circuit().is_open() {
-                return Err(target.node.circuit().open_error().into());
-            }
-            let handle = if self.group_commit {
-                match batch::queue::enqueue(self, &target, request, slot, deadline, write_key) {
-                    Enqueued::Wait(handle) => handle,
-                    // Boxed, so that the future of a caller that waits for a batch stays small.
-                    Enqueued::Lead(leader) => Box::pin(leader.send()).await,
-                }
-            } else {
-                let batch = Arc::<Batch>::default();
-                let handle = batch.join(request, slot, target.delivery, deadline, write_key);
-                Box::pin(dispatch(self, &target.node, &InFlightBatch(batch))).await;
-                handle
-            };
-            let step = match handle.decisions(request).await {
-                Ok(decisions) => return Ok(decisions),
-                Err(step) => step,
-            };
-            // The circuit has counted the calls that failed, but not those to be repeated.
-            let is_counted =
-                matches!(step, NextStep::Fail(_) | NextStep::TimeOut | NextStep::AnswerLost);
-            let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));
-            let node = Arc::clone(&target.node);
-            target = match Box::pin(retries.follow(step, target, slot, topology)).await {
-                Ok(next) => next,
-                Err(CallError::Failed(error @ StoreError::NotPermitted(_))) => {
-                    let refused = self.on_not_permitted(&node, error, deadline);
-                    return Err(Box::pin(refused).await.into());
-                }
-                Err(error) => {
-                    if let CallError::Failed(error) = &error
-                        && !is_counted
-                    {
-                        self.record(&node, Err(error));
-                    }
-                    return Err(error);
-                }
-            };
-        }
-    }
-
-    /// Returns the times of a call of these requests that is sent now.
-    fn server_times(
-        &self,
-        clock: &ServerClock,
-        deadline: Instant,
-        requests: &EncodedRequests,
-    ) -> ServerTimes {
-        let own_now = requests.have_times().then_some(|| self.clock.now().as_micros());
-        ServerTimes::new(clock, deadline, self.driven_time(), own_now)
-    }
-
-    /// Returns the time of the store's own clock.
-    fn now(&self) -> Timestamp {
-        self.driven_time().map_or_else(|| self.clock.now(), Timestamp::from_micros)
-    }
-
-    /// Returns the time of a test's manual clock.
-    #[cfg(feature = "testing")]
-    fn driven_time(&self) -> Option<u64> {
-        self.driven_by.as_ref().map(|clock| clock.now().as_micros())
-    }
-
-    #[cfg(not(feature = "testing"))]
-    #[expect(clippy::unused_self, reason = "the twin for tests uses it")]
-    fn driven_time(&self) -> Option<u64> {
-        None
+        let mut key = String::new();
+        self.dispatcher.write_key(&mut key, charge);
+        key
     }
 }
 
@@ -360,13 +236,13 @@ impl Store for RedisStore {
             let charges = std::slice::from_ref(charge);
             let request = Request::new(Operation::Apply(action), charges);
             let started = Instant::now();
-            let invalidation = PendingInvalidation::of(&self.shared.publisher, action, charges);
-            let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
+            let invalidation = PendingInvalidation::of(&self.publisher, action, charges);
+            let decided = match self.dispatcher.decide(&request, started, Delivery::Shared).await {
                 Ok(decided) => decided.into_one(),
                 Err(error) => Err(error.into_store_error()),
             };
             if let Some(invalidation) = invalidation {
-                Box::pin(invalidation.publish(started + self.shared.timeout)).await;
+                Box::pin(invalidation.publish(started + self.dispatcher.timeout)).await;
             }
             decided
         })
@@ -385,10 +261,11 @@ impl Store for RedisStore {
                 return collect_independent(join_all(decided).await);
             }
             let started = Instant::now();
-            let invalidation = PendingInvalidation::of(&self.shared.publisher, action, charges);
-            let decided = batch::groups::decide_all(&self.shared, action, charges, started).await;
+            let invalidation = PendingInvalidation::of(&self.publisher, action, charges);
+            let decided =
+                decide_all(&self.dispatcher, &self.publisher, action, charges, started).await;
             if let Some(invalidation) = invalidation {
-                Box::pin(invalidation.publish(started + self.shared.timeout)).await;
+                Box::pin(invalidation.publish(started + self.dispatcher.timeout)).await;
             }
             decided
         })
@@ -396,16 +273,16 @@ impl Store for RedisStore {
 
     fn clock(&self) -> &dyn Clock {
         #[cfg(feature = "testing")]
-        if let Some(clock) = &self.shared.driven_by {
+        if let Some(clock) = &self.dispatcher.driven_by {
             return clock;
         }
-        &self.shared.clock
+        &self.dispatcher.clock
     }
 }
 
 impl SharedStore for RedisStore {
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.shared.heartbeats.send(instance).await
+        self.heartbeats.send(instance).await
     }
 
     fn invalidations(
@@ -413,27 +290,23 @@ impl SharedStore for RedisStore {
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         Some(async {
-            let mut polled = self.shared.publisher.set.poll(since).await?;
+            let mut polled = self.publisher.set.poll(since).await?;
             // A manual clock replaces the server's time in all scripts.
-            polled.now = self.shared.driven_time().or(polled.now);
+            polled.now = self.dispatcher.driven_time().or(polled.now);
             Ok(polled)
         })
     }
 
-    fn epoch(&self) -> u64 {
-        self.shared.topology.state().epoch()
-    }
-
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
-        self.shared.topology.state().epoch_of(|| Shared::slot(charge))
+        self.dispatcher.topology().epoch_of(|| slot_of_charge(charge))
     }
 }
 
 impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore")
-            .field("prefix", &self.shared.prefix)
-            .field("timeout", &self.shared.timeout)
+            .field("prefix", &self.dispatcher.prefix)
+            .field("timeout", &self.dispatcher.timeout)
             .finish_non_exhaustive()
     }
 }

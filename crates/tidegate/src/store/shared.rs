@@ -106,16 +106,10 @@ pub trait SharedStore: Store {
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send>;
 
-    /// Returns a number that changes whenever a different server starts to decide, with a different
-    /// clock: decisions from before are stale then. By default it never changes.
-    fn epoch(&self) -> u64 {
-        0
-    }
-
-    /// Returns a number that changes whenever a different server starts to decide this charge. By
-    /// default the [epoch](Self::epoch) of the whole store.
+    /// Returns a number that changes whenever a different server starts to decide this charge, with
+    /// a different clock: decisions from before are stale then. By default it never changes.
     fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
-        self.epoch()
+        0
     }
 }
 
@@ -132,10 +126,6 @@ impl<S: SharedStore> SharedStore for Arc<S> {
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         S::invalidations(self, since)
-    }
-
-    fn epoch(&self) -> u64 {
-        S::epoch(self)
     }
 
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {

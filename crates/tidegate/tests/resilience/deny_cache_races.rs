@@ -113,7 +113,7 @@ impl SharedStore for Moving {
         self.memory.invalidations(since)
     }
 
-    fn epoch(&self) -> u64 {
+    fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
 }

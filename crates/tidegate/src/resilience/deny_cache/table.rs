@@ -1,18 +1,23 @@
 //! [`DenialTable`]: the cached denials, in a set-associative table of fixed size.
 //!
 //! The set of a request follows from its hash, which depends on a secret of the process: a client
-//! cannot choose keys that evict the entries of another client.
+//! cannot choose keys that evict the entries of another client. An entry is valid for one version of
+//! its counts ([`CountVersions`]).
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::hash::Hasher;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::key::RequestHash;
+use siphasher::sip128::{Hasher128, SipHasher13};
+
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::micros;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
+use crate::random::random_u64;
+use crate::store::invalidation::CountId;
 use crate::store::shared::MAX_DENIAL_TTL;
 
 /// Maximum number of decisions in a set. The denial of a request with more charges has a set of
@@ -199,4 +204,164 @@ fn evict_one(set: &mut Vec<Denial>, now: u64) {
 /// clock by up to one part in 2,000, so two clocks may drift apart by one part in 1,000.
 fn certain_part(wait: u64) -> u64 {
     wait - wait.div_ceil(1_000)
+}
+
+/// Number of bytes of an encoded charge beside its key and policy: a separator, five numbers, and
+/// the kind of the quota.
+const FIXED_BYTES: usize = 1 + 5 * 8 + 3;
+/// Longest encoding of a charge that needs no allocation.
+const MAX_STACK_BYTES: usize = 192;
+
+/// Hash of all charges of a request: key, policy, quota, cost and the epoch of each. It has 128
+/// bits, without the alignment of `u128`, which would enlarge the futures that hold it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct RequestHash(pub(super) [u64; 2]);
+
+/// Random keys of the hashes, so that a client cannot choose keys that collide.
+#[derive(Debug)]
+pub(super) struct HashSecret([u64; 2]);
+
+impl HashSecret {
+    pub(super) fn new() -> Self {
+        Self(std::array::from_fn(|_| random_u64()))
+    }
+
+    /// Hashes a request, and passes the count of each charge to `on_count`.
+    pub(super) fn hash(
+        &self,
+        charges: &[Charge<'_>],
+        epoch_of: impl Fn(&Charge<'_>) -> u64,
+        mut on_count: impl FnMut(CountId),
+    ) -> RequestHash {
+        let mut hash_charge = |charge: &Charge<'_>| {
+            let (count, hash) = self.hash_charge(charge, epoch_of(charge));
+            on_count(count);
+            hash
+        };
+        if let [charge] = charges {
+            return hash_charge(charge);
+        }
+        let mut hasher = SipHasher13::new_with_keys(self.0[1], self.0[0]);
+        for charge in charges {
+            let RequestHash(words) = hash_charge(charge);
+            for word in words {
+                hasher.write_u64(word);
+            }
+        }
+        let hash = hasher.finish128();
+        RequestHash([hash.h1, hash.h2])
+    }
+
+    fn hash_charge(&self, charge: &Charge<'_>, epoch: u64) -> (CountId, RequestHash) {
+        let (key, policy, quota) =
+            (charge.key().as_bytes(), charge.policy().as_bytes(), charge.quota());
+        // Encoding everything into one buffer and hashing it once is the fastest way by far.
+        let length = key.len() + 1 + policy.len();
+        let (mut on_stack, mut on_heap) = ([0; MAX_STACK_BYTES], Vec::new());
+        let bytes = match on_stack.get_mut(..length + FIXED_BYTES) {
+            Some(bytes) => bytes,
+            None => {
+                on_heap.resize(length + FIXED_BYTES, 0);
+                &mut on_heap
+            }
+        };
+        bytes[..key.len()].copy_from_slice(key);
+        // This byte occurs in no UTF-8 text, so it separates the key from the policy.
+        bytes[key.len()] = 0xff;
+        bytes[key.len() + 1..length].copy_from_slice(policy);
+        bytes[length] = 0xff;
+        let numbers = [quota.limit(), quota.window_micros(), quota.burst(), charge.cost(), epoch];
+        let kind =
+            [quota.algorithm() as u8, quota.encoding() as u8, u8::from(quota.count_denied())];
+        for (field, number) in bytes[length + 1..].chunks_exact_mut(8).zip(numbers) {
+            field.copy_from_slice(&number.to_le_bytes());
+        }
+        bytes[length + FIXED_BYTES - kind.len()..].copy_from_slice(&kind);
+        let hash = SipHasher13::new_with_keys(self.0[0], self.0[1]).hash(bytes);
+        (CountId::of_bytes(&bytes[..length]), RequestHash([hash.h1, hash.h2]))
+    }
+}
+
+/// Number of slots of versions. With 100,000 admissions per second, a slot changes about once per second.
+const VERSION_SLOTS: usize = 1 << 17;
+
+/// Versions of counts. The version of a count changes whenever units of it may have been charged
+/// or returned.
+///
+/// Counts share slots, so a version may also change because of another count: that only costs a
+/// call to the store.
+#[derive(Debug)]
+pub(super) struct CountVersions {
+    slots: Box<[AtomicU32]>,
+    /// Number of changes of all counts.
+    common: AtomicU32,
+}
+
+impl CountVersions {
+    pub(super) fn new() -> Self {
+        let slots = std::iter::repeat_with(AtomicU32::default).take(VERSION_SLOTS).collect();
+        Self { slots, common: AtomicU32::default() }
+    }
+
+    /// Returns the version that all counts have in common. The version of a request is the sum of
+    /// it and of those of its counts: each only grows, so the sum grows if any of them changes.
+    pub(super) fn common(&self) -> u64 {
+        u64::from(self.common.load(Ordering::Acquire))
+    }
+
+    /// Returns the version of a count.
+    pub(super) fn of(&self, count: CountId) -> u64 {
+        u64::from(self.slot(count).load(Ordering::Acquire))
+    }
+
+    /// Changes the version of a count.
+    pub(super) fn change(&self, count: CountId) {
+        self.slot(count).fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Changes the versions of all counts.
+    pub(super) fn change_all(&self) {
+        self.common.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn slot(&self, CountId(count): CountId) -> &AtomicU32 {
+        &self.slots[usize::try_from(count % VERSION_SLOTS as u64).unwrap_or(0)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn requests_differ_by_every_part_of_each_charge() {
+        let quota = |limit| Quota::token_bucket(limit, Duration::from_secs(60)).expect("valid");
+        let (one, two, burst) = (quota(1), quota(2), quota(1).with_burst(2).expect("a bucket"));
+        let leaky = Quota::leaky_bucket(1, Duration::from_secs(60)).expect("valid");
+        let (long, longer) = ("k".repeat(512), "k".repeat(513));
+        let secret = HashSecret::new();
+        let mut charges = Vec::new();
+        for quota in [&one, &two, &burst, &leaky] {
+            for (key, policy) in
+                [("ab", "c"), ("a", "bc"), (&long, "c"), (&longer, "c"), (&long, &long)]
+            {
+                let charge = Charge::new(key, quota).with_policy(policy);
+                charges.extend([charge, charge.with_cost(2)]);
+            }
+        }
+        let mut seen = std::collections::HashSet::new();
+        for charge in &charges {
+            for epoch in [0, 1] {
+                let mut counts = Vec::new();
+                let hash = secret.hash(&[*charge], |_| epoch, |count| counts.push(count));
+                assert_eq!(counts, [CountId::of(charge)]);
+                assert!(seen.insert(hash));
+            }
+        }
+        for others in [&charges[..2], &charges[1..3], &charges[..3], &[charges[1], charges[0]]] {
+            assert!(seen.insert(secret.hash(others, |_| 0, |_| ())));
+        }
+    }
 }

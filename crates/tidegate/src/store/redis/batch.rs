@@ -13,13 +13,13 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use super::routing::step::{Delivery, NextStep};
-use super::script::requests::{EncodedRequests, ItemReply, Request, RequestDecisions};
+use super::script::reply::{ItemReply, RequestDecisions};
+use super::script::requests::{EncodedRequests, Request};
 use crate::charge::Charge;
 use crate::store::StoreError;
 
-mod compensation;
+pub(super) mod cross_slot;
 pub(super) mod dispatch;
-pub(super) mod groups;
 pub(super) mod queue;
 
 /// Batch of requests for one node.

@@ -58,7 +58,7 @@ impl BlockingStore for RedisStore {
         &self,
         call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
     ) -> Result<T, StoreError> {
-        run_on(&self.shared.runtime, self.shared.timeout + BUSY_TIMEOUT, call)?
+        run_on(&self.dispatcher.runtime, self.dispatcher.timeout + BUSY_TIMEOUT, call)?
     }
 }
 

@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 
-use super::client::endpoint::{Address, ConnectionOptions};
+use super::RedisStore;
+use super::batch::dispatch::Dispatcher;
+use super::client::connection::{Address, ConnectionOptions};
 use super::client::stats::BucketCounters;
 use super::client::tls::Tls;
 use super::client::url::Url;
 use super::coordination::heartbeat::Heartbeats;
-use super::coordination::invalidation::InvalidationSet;
-use super::coordination::publisher::Publisher;
+use super::coordination::invalidation::{InvalidationSet, Publisher};
 use super::routing::{Seeds, Topology};
-use super::script::count::{FORMAT, format_mark};
-use super::{RedisStore, Shared};
+use super::script::{FORMAT, format_mark};
 use crate::clock::SystemClock;
 use crate::store::StoreError;
 
@@ -164,7 +164,6 @@ impl Builder {
 
     /// Names counts like a release with this version of their forms. For tests of upgrades only.
     #[cfg(feature = "testing")]
-    #[doc(hidden)]
     #[must_use]
     pub fn format(mut self, format: u32) -> Self {
         self.format = format;
@@ -184,7 +183,7 @@ impl Builder {
     /// Panics outside of a Tokio runtime.
     pub async fn connect(self) -> Result<RedisStore, StoreError> {
         let store = self.connect_in_background()?;
-        store.shared.topology.wait_until_ready().await?;
+        store.dispatcher.topology.wait_until_ready().await?;
         Ok(store)
     }
 
@@ -211,10 +210,10 @@ impl Builder {
         let topology = Arc::new(Topology::start(seeds, options, self.timeout));
         let format_mark = format_mark(self.format);
         Ok(RedisStore {
-            shared: Arc::new(Shared {
+            publisher: Arc::new(Publisher::new(InvalidationSet::new(&topology, &self.prefix))),
+            heartbeats: Heartbeats::new(&topology, &self.prefix, &format_mark),
+            dispatcher: Arc::new(Dispatcher {
                 clock: SystemClock::new(),
-                publisher: Arc::new(Publisher::new(InvalidationSet::new(&topology, &self.prefix))),
-                heartbeats: Heartbeats::new(&topology, &self.prefix, &format_mark),
                 topology,
                 prefix: self.prefix,
                 timeout: self.timeout,

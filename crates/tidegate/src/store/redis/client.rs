@@ -6,7 +6,6 @@
 //! causes no errors. A connection that fails its health check is replaced; calls already in flight
 //! on it keep waiting until their own deadline.
 
-use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,11 +15,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::backoff::Backoff;
-use self::connection::{Connection, is_primary_role, parse_time};
-use self::endpoint::{Address, OpenError, SharedOptions};
+use self::connection::{Address, Connection, SharedOptions, is_primary_role, parse_time};
 use self::error::{AttemptError, NodeError, one_line};
-use self::refresh::RefreshTrigger;
-use self::resp::{Command, RedisError, Value};
+use self::resp::{Command, Value};
 use self::stats::NodeCalls;
 use super::batch::queue::Queue;
 use super::script::call::LoadedScripts;
@@ -29,11 +26,8 @@ use crate::store::circuit::{Circuit, CircuitOptions};
 
 pub(super) mod backoff;
 pub(super) mod connection;
-pub(super) mod endpoint;
 pub(super) mod error;
-pub(super) mod refresh;
 pub(super) mod resp;
-mod scheme;
 pub(super) mod server_clock;
 pub(super) mod stats;
 pub(super) mod tls;
@@ -120,7 +114,7 @@ impl NodeClient {
             health_check: Notify::new(),
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
-            scripts: LoadedScripts::new(),
+            scripts: LoadedScripts::default(),
             refuses_cross_slot: AtomicBool::new(false),
             last_error: Mutex::new(None),
         });
@@ -317,30 +311,17 @@ impl Drop for NodeClient {
     }
 }
 
-impl ConnectionState {
-    /// Returns the connection or the reason for its absence; `None` while connecting.
-    fn connection(&self) -> Option<Result<Arc<Connection>, AttemptError>> {
-        match self {
-            Self::Up(connection) => Some(Ok(Arc::clone(connection))),
-            Self::Down(error) => Some(Err(AttemptError::Down(error.clone()))),
-            Self::Retired => Some(Err(AttemptError::Retired)),
-            Self::Connecting => None,
-        }
-    }
-}
-
 impl NodeShared {
+    /// Returns the connection, or the reason for its absence, once the first attempt to connect has
+    /// ended.
     async fn connection(&self) -> Result<Arc<Connection>, AttemptError> {
-        if let Some(result) = self.state.borrow().connection() {
-            return result;
-        }
-        let mut changes = self.state.subscribe();
-        loop {
-            if let Some(result) = changes.borrow_and_update().connection() {
-                return result;
-            }
-            if changes.changed().await.is_err() {
-                return Err(AttemptError::Retired);
+        let mut state = self.state.subscribe();
+        let is_known = |state: &ConnectionState| !matches!(state, ConnectionState::Connecting);
+        match state.wait_for(is_known).await.as_deref() {
+            Ok(ConnectionState::Up(connection)) => Ok(Arc::clone(connection)),
+            Ok(ConnectionState::Down(error)) => Err(AttemptError::Down(error.clone())),
+            Ok(ConnectionState::Connecting | ConnectionState::Retired) | Err(_) => {
+                Err(AttemptError::Retired)
             }
         }
     }
@@ -406,52 +387,17 @@ impl NodeShared {
         NodeError::new(&self.address, &format!("no answer within {:?}", self.connect_timeout))
     }
 
-    fn connect_error(&self, error: &RedisError) -> NodeError {
-        // A server that rejects our certificate reports it only after the TLS handshake, if at all.
-        let is_dropped = matches!(
-            error,
-            RedisError::Io(
-                ErrorKind::BrokenPipe
-                    | ErrorKind::ConnectionReset
-                    | ErrorKind::ConnectionAborted
-                    | ErrorKind::UnexpectedEof
-                    | ErrorKind::NotConnected,
-                _
-            )
-        );
-        let hint = if self.options.load().tls.is_some() && is_dropped {
-            " (by TLS: does the server require another client certificate?)"
-        } else {
-            ""
-        };
-        NodeError::new(&self.address, &format!("{}{hint}", one_line(error)))
-    }
-
     /// Connects, performs the handshake, and checks the role.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
+        let mut commands = vec![self.ping_command()];
+        if self.role == Role::Primary {
+            commands.push(Command::new("ROLE"));
+        }
         let options = self.options.load_full();
-        let opened = self.address.open(&options).await;
-        let (wire, driver) = opened.map_err(|error| match error {
-            OpenError::Failed(error) => self.connect_error(&error),
-            OpenError::WrongScheme(reason) => NodeError::misconfigured(&self.address, reason),
-        })?;
-        let driver = tokio::spawn(driver);
-        let connection = Connection::new(wire, &driver);
+        let (connection, driver, mut replies) =
+            Connection::open(&self.address, &options, commands).await?;
         // The address may lead to another server now.
         self.refuses_cross_slot.store(false, Ordering::Relaxed);
-        let mut handshake = options.handshake_commands();
-        handshake.push(self.ping_command());
-        if self.role == Role::Primary {
-            handshake.push(Command::new("ROLE"));
-        }
-        let sent = Instant::now();
-        let mut replies = match connection.wire.send(&handshake).await {
-            Ok(replies) => replies,
-            Err(error) => {
-                let wrong_scheme = self.address.wrong_scheme(&options).await;
-                return Err(wrong_scheme.unwrap_or_else(|| self.connect_error(&error)));
-            }
-        };
         for reply in &replies {
             if let Err(error) = reply.clone().into_result() {
                 return Err(NodeError::during_handshake(&self.address, &error));
@@ -465,7 +411,7 @@ impl NodeShared {
             }
         }
         if let Some(now) = replies.last().and_then(parse_time) {
-            connection.clock().observe(now, sent, Instant::now());
+            connection.clock.observe(now, connection.connected_at, Instant::now());
         }
         Ok((Arc::new(connection), driver))
     }
@@ -491,7 +437,7 @@ impl NodeShared {
             match timeout(self.connect_timeout, connection.wire.send(&ping)).await {
                 Ok(Ok(replies)) => {
                     if let Some(now) = replies.first().and_then(parse_time) {
-                        connection.clock().observe(now, sent, Instant::now());
+                        connection.clock.observe(now, sent, Instant::now());
                     }
                 }
                 Ok(Err(error)) => return NodeError::new(&self.address, &one_line(&error)),
@@ -518,5 +464,40 @@ impl NodeShared {
 
     fn record_error(&self, error: &NodeError) {
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
+    }
+}
+
+/// Asks every task that follows the topology to refresh it now. Any number of triggers before the
+/// next wait count as one.
+#[derive(Clone)]
+pub(super) struct RefreshTrigger(watch::Sender<()>);
+
+/// Receiver of a [`RefreshTrigger`], one per task.
+pub(super) struct RefreshListener(watch::Receiver<()>);
+
+impl RefreshTrigger {
+    pub(super) fn new() -> Self {
+        Self(watch::Sender::new(()))
+    }
+
+    pub(super) fn trigger(&self) {
+        self.0.send_replace(());
+    }
+
+    pub(super) fn listener(&self) -> RefreshListener {
+        RefreshListener(self.0.subscribe())
+    }
+}
+
+impl RefreshListener {
+    /// Waits for a trigger; returns at once if there was one since the last wait.
+    pub(super) async fn wait(&mut self) {
+        let triggered = self.0.changed().await;
+        debug_assert!(triggered.is_ok(), "every listening task holds the trigger, too");
+    }
+
+    /// Waits like [`wait`](Self::wait), at most for this time.
+    pub(super) async fn wait_timeout(&mut self, limit: Duration) {
+        let _ = timeout(limit, self.wait()).await;
     }
 }

@@ -2,9 +2,7 @@
 
 pub(super) mod heartbeat;
 pub(super) mod invalidation;
-pub(super) mod permissions;
-mod probe;
-pub(super) mod publisher;
+pub(super) mod probe;
 
 /// Returns an internal key. It cannot be a user's key, in which percent signs are escaped.
 fn internal_key(prefix: &str, name: &str) -> String {

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::RedisStore;
 use super::client::NodeClient;
-use super::client::connection::query_all_once;
-use super::client::endpoint::Address;
+use super::client::connection::{Address, query_all_once};
 use super::client::resp::{Command, Value};
 use super::client::stats::Distribution;
+use super::coordination::probe::probe;
 use crate::store::StoreError;
 use crate::store::circuit::CircuitState;
 
@@ -77,7 +77,7 @@ impl RedisStore {
     /// in memory and sends nothing.
     #[must_use]
     pub fn nodes(&self) -> Vec<NodeHealth> {
-        let topology = self.shared.topology.state();
+        let topology = self.dispatcher.topology();
         let primaries = topology.primaries_with_slots();
         primaries
             .iter()
@@ -90,57 +90,78 @@ impl RedisStore {
     /// and again after a restart or `SCRIPT FLUSH`.
     #[must_use]
     pub fn script_loads(&self) -> u64 {
-        self.shared.topology.state().script_loads()
+        self.dispatcher.topology().totals().script_loads
     }
 
     /// Returns the number of reconnects to nodes that decide.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
-        self.shared.topology.state().reconnects()
+        self.dispatcher.topology().totals().reconnects
     }
 
     /// Returns how often the circuit of a node has opened.
     #[must_use]
     pub fn circuits_opened(&self) -> u64 {
-        self.shared.topology.state().circuits_opened()
+        self.dispatcher.topology().totals().circuits_opened
     }
 
     /// Returns the number of MOVED and ASK redirects of a cluster. It grows while slots move and
     /// after a failover; steady growth may mean that the topology cannot be refreshed.
     #[must_use]
     pub fn redirects(&self) -> u64 {
-        self.shared.topology.state().redirects()
+        self.dispatcher.topology().redirects()
     }
 
     /// Returns the number of requests that each script call has decided: more than one if they
     /// arrived during another call.
     #[must_use]
     pub fn decisions_per_call(&self) -> Distribution {
-        self.shared.call_sizes.read()
+        self.dispatcher.call_sizes.read()
     }
 
     /// Decides a charge on an internal key, and so checks whether the node of this address can
-    /// decide now.
-    #[doc(hidden)]
+    /// decide now. The result does not count in the circuit of the node.
+    ///
+    /// ```no_run
+    /// use tidegate::{RedisStore, StoreError};
+    ///
+    /// async fn check(store: &RedisStore) -> Result<(), StoreError> {
+    ///     for node in store.nodes().iter().filter(|node| node.primary) {
+    ///         store.probe_node(&node.address).await?;
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
     pub async fn probe_node(&self, address: &str) -> Result<(), StoreError> {
-        let primaries = self.shared.topology.state().primaries();
+        let primaries = self.dispatcher.topology().primaries();
         match primaries.iter().find(|node| node.address().to_string() == address) {
-            Some(node) => self.shared.probe(node).await,
+            Some(node) => probe(&self.dispatcher, node).await,
             None => Err(StoreError::Unreachable(format!("{address} is not a primary"))),
         }
     }
 
     /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or another
-    /// one, such as a replica.
-    #[doc(hidden)]
+    /// one, such as a replica. Commands have a timeout of at least a second.
+    ///
+    /// ```no_run
+    /// use tidegate::RedisStore;
+    /// use tidegate::store::redis::Reply;
+    ///
+    /// async fn version(store: &RedisStore) -> Result<Option<String>, tidegate::StoreError> {
+    ///     let Some(node) = store.nodes().into_iter().next() else { return Ok(None) };
+    ///     match store.ask_node(&node.address, &["INFO", "server"]).await? {
+    ///         Reply::Text(info) => Ok(info.lines().nth(1).map(str::to_owned)),
+    ///         _ => Ok(None),
+    ///     }
+    /// }
+    /// ```
     pub async fn ask_node(&self, address: &str, words: &[&str]) -> Result<Reply, StoreError> {
         let replies = self.ask_node_all(address, &[words]).await?;
         Ok(replies.into_iter().next().unwrap_or(Reply::Nil))
     }
 
-    /// Runs several plain commands in one pipeline. The error of a single command is its
-    /// [`Reply::Error`]; an `Err` means that the node did not answer.
-    #[doc(hidden)]
+    /// Runs several plain commands in one pipeline, like [`ask_node`](Self::ask_node). The error of
+    /// a single command is its [`Reply::Error`]; an `Err` means that the node did not answer.
     pub async fn ask_node_all(
         &self,
         address: &str,
@@ -149,22 +170,20 @@ impl RedisStore {
         if commands.is_empty() {
             return Ok(Vec::new());
         }
-        let topology = self.shared.topology.state();
-        let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
+        let topology = self.dispatcher.topology();
         let has_address = |node: &&Arc<NodeClient>| node.address().to_string() == address;
         let primaries = topology.primaries();
-        if let Some(node) = primaries.iter().chain(topology.sentinels()).find(has_address) {
-            let commands: Vec<Command> =
-                commands.iter().filter_map(|words| command(words)).collect();
-            let replies = node.query_all(&commands, Instant::now() + timeout).await;
-            let replies = replies.map_err(|error| error.into_store_error(timeout))?;
-            return Ok(replies.into_iter().map(Reply::from_value).collect());
-        }
-        self.ask_node_separately(address, commands).await
+        let Some(node) = primaries.iter().chain(topology.sentinels()).find(has_address) else {
+            return self.ask_node_separately(address, commands).await;
+        };
+        let timeout = self.command_timeout();
+        let replies = node.query_all(&encode(commands), Instant::now() + timeout).await;
+        let replies = replies.map_err(|error| error.into_store_error(timeout))?;
+        Ok(replies.into_iter().map(Reply::from_value).collect())
     }
 
-    /// Like [`ask_node_all`](Self::ask_node_all), on a connection of its own.
-    #[doc(hidden)]
+    /// Runs several plain commands in one pipeline, like [`ask_node_all`](Self::ask_node_all), on a
+    /// connection of their own.
     pub async fn ask_node_separately(
         &self,
         address: &str,
@@ -175,12 +194,15 @@ impl RedisStore {
                 "{address:?} is not an address like 10.0.0.1:6379"
             )));
         };
-        let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
-        let commands = commands.iter().filter_map(|words| command(words)).collect();
-        let options = self.shared.topology.state().options();
-        let replies = query_all_once(&target, &options, commands, timeout).await;
+        let options = self.dispatcher.topology().options();
+        let timeout = self.command_timeout();
+        let replies = query_all_once(&target, &options, encode(commands), timeout).await;
         let replies = replies.map_err(|error| StoreError::Unreachable(error.reason))?;
         Ok(replies.into_iter().map(Reply::from_value).collect())
+    }
+
+    fn command_timeout(&self) -> Duration {
+        self.dispatcher.timeout.max(MIN_COMMAND_TIMEOUT)
     }
 }
 
@@ -207,9 +229,12 @@ impl NodeHealth {
     }
 }
 
-fn command(words: &[&str]) -> Option<Command> {
-    let (name, arguments) = words.split_first()?;
-    Some(arguments.iter().fold(Command::new(name), Command::arg))
+fn encode(commands: &[&[&str]]) -> Vec<Command> {
+    let command = |words: &&[&str]| {
+        let (name, arguments) = words.split_first()?;
+        Some(arguments.iter().fold(Command::new(name), Command::arg))
+    };
+    commands.iter().filter_map(command).collect()
 }
 
 impl Reply {

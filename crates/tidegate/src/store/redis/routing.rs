@@ -14,19 +14,16 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use self::cluster::SlotMap;
-use self::moves::SlotMoves;
-use super::client::endpoint::{Address, ConnectionOptions, SharedOptions};
+use self::slots::{SlotMap, SlotMoves};
+use super::client::connection::{Address, ConnectionOptions, SharedOptions};
 use super::client::error::NodeError;
-use super::client::refresh::RefreshTrigger;
-use super::client::{NodeClient, Role};
+use super::client::{NodeClient, RefreshTrigger, Role};
 use super::health::NodeHealth;
 use crate::store::StoreError;
 
 mod cluster;
-mod moves;
 mod sentinel;
-pub(super) mod slot;
+pub(super) mod slots;
 pub(super) mod step;
 
 /// Addresses from which the topology is discovered.
@@ -53,8 +50,6 @@ pub(super) struct TopologyState {
     sentinel_options: SharedOptions,
     timeout: Duration,
     routes: ArcSwap<Routes>,
-    /// Number of changes of the routes, incremented after each.
-    epoch: AtomicU64,
     /// Number of changes of all routes at once, incremented after each. Changes of single slots are
     /// counted in the slot map.
     full_changes: AtomicU64,
@@ -66,12 +61,16 @@ pub(super) struct TopologyState {
     initial_discovery: watch::Sender<Option<Result<(), NodeError>>>,
     redirects: AtomicU64,
     moves: Mutex<SlotMoves>,
-    /// Reconnects of nodes that were dropped.
-    past_reconnects: AtomicU64,
-    /// Script loads of nodes that were dropped.
-    past_script_loads: AtomicU64,
-    /// Openings of the circuits of nodes that were dropped.
-    past_circuits_opened: AtomicU64,
+    /// Totals of nodes that were dropped.
+    past: Mutex<NodeTotals>,
+}
+
+/// Totals of all nodes that ever decided.
+#[derive(Clone, Copy, Default)]
+pub(super) struct NodeTotals {
+    pub(super) reconnects: u64,
+    pub(super) script_loads: u64,
+    pub(super) circuits_opened: u64,
 }
 
 struct NodeEntry {
@@ -112,7 +111,6 @@ impl Topology {
             sentinel_options,
             timeout,
             routes: ArcSwap::from_pointee(Routes::Unknown(undiscovered)),
-            epoch: AtomicU64::new(0),
             full_changes: AtomicU64::new(0),
             nodes: Mutex::default(),
             sentinels,
@@ -120,9 +118,7 @@ impl Topology {
             initial_discovery: watch::Sender::new(None),
             redirects: AtomicU64::new(0),
             moves: Mutex::default(),
-            past_reconnects: AtomicU64::new(0),
-            past_script_loads: AtomicU64::new(0),
-            past_circuits_opened: AtomicU64::new(0),
+            past: Mutex::default(),
         });
         let tasks = match seeds {
             Seeds::Single(address) => {
@@ -252,10 +248,10 @@ impl TopologyState {
         self.redirects.fetch_add(1, Ordering::Relaxed);
         // The lock serializes writers of the map; readers never wait.
         let _writer_lock = self.nodes();
-        if let Routes::Slots(map) = &**self.routes.load()
-            && let Some(changed) = map.with_owner(slot, &node)
+        if let Routes::Slots(before) = &**self.routes.load()
+            && let Some(map) = before.with_owner(slot, &node)
         {
-            self.set_slots(changed);
+            self.replace_slots(before, map);
         }
         self.refresh.trigger();
         node
@@ -302,20 +298,31 @@ impl TopologyState {
     fn set_routes(&self, routes: Routes) {
         self.routes.store(Arc::new(routes));
         self.full_changes.fetch_add(1, Ordering::Release);
-        self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Replaces the routes by a slot map that was read from the cluster, and drops nodes that have
+    /// no slots any more.
+    fn refresh_slots(&self, map: SlotMap) {
+        self.drop_unused(map.nodes());
+        // The lock serializes writers of the map.
+        let _writer_lock = self.nodes();
+        match &**self.routes.load() {
+            Routes::Slots(before) => self.replace_slots(before, map),
+            Routes::One(_) | Routes::Unknown(_) => self.set_routes(Routes::Slots(map)),
+        }
     }
 
     /// Replaces the slot map by one that continues its change counts.
-    fn set_slots(&self, map: SlotMap) {
-        if let Routes::Slots(before) = &**self.routes.load() {
+    fn replace_slots(&self, before: &SlotMap, mut map: SlotMap) {
+        let new_owners = map.continue_from(before);
+        if !new_owners.is_empty() {
             let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
             let address = |owner: Option<&Arc<NodeClient>>| Some(owner?.address().to_string());
-            for slot in map.changed_from(before) {
+            for slot in new_owners {
                 moves.add(slot, address(before.owner(slot)), address(map.owner(slot)));
             }
         }
         self.routes.store(Arc::new(Routes::Slots(map)));
-        self.epoch.fetch_add(1, Ordering::Release);
     }
 
     /// Logs which slots have a new owner, at most every few seconds.
@@ -323,16 +330,11 @@ impl TopologyState {
         let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
         let due = moves.take_due(Instant::now());
         drop(moves);
-        moves::log(due);
+        slots::log(due);
     }
 
-    /// Returns the epoch of the routes. A call that starts after this read uses routes of this
-    /// epoch or a later one.
-    pub(super) fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Acquire)
-    }
-
-    /// Returns the epoch of one slot, which changes of other slots do not affect.
+    /// Returns the epoch of the routes of one slot, which changes of other slots do not affect. A
+    /// call that starts after this read uses routes of this epoch or a later one.
     pub(super) fn epoch_of(&self, slot: impl FnOnce() -> u16) -> u64 {
         // Writers store the routes first, so this must be loaded before the routes: the epoch is
         // then never newer than the routes.
@@ -344,20 +346,13 @@ impl TopologyState {
         (full_changes << 32) | u64::from(slot_changes)
     }
 
-    pub(super) fn reconnects(&self) -> u64 {
-        let current: u64 = self.nodes().values().map(|entry| entry.client.reconnects()).sum();
-        current + self.past_reconnects.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn script_loads(&self) -> u64 {
-        let current: u64 = self.nodes().values().map(|entry| entry.client.scripts().total()).sum();
-        current + self.past_script_loads.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn circuits_opened(&self) -> u64 {
-        let opened = |entry: &NodeEntry| entry.client.circuit().state().times_opened;
-        let current: u64 = self.nodes().values().map(opened).sum();
-        current + self.past_circuits_opened.load(Ordering::Relaxed)
+    /// Returns the totals of all nodes, also of those that were dropped.
+    pub(super) fn totals(&self) -> NodeTotals {
+        // Locked first, so that no node is dropped in between: totals never decrease.
+        let nodes = self.nodes();
+        let mut totals = *self.past.lock().unwrap_or_else(PoisonError::into_inner);
+        nodes.values().for_each(|entry| totals.add(&entry.client));
+        totals
     }
 
     /// Drops nodes that were not used for [`UNUSED_NODE_TTL`].
@@ -371,7 +366,7 @@ impl TopologyState {
         nodes.retain(|_, entry| {
             let keep = entry.last_used.elapsed() < UNUSED_NODE_TTL;
             if !keep {
-                self.retain_counters(&entry.client);
+                self.retain_totals(&entry.client);
             }
             keep
         });
@@ -383,18 +378,15 @@ impl TopologyState {
             let keep = Arc::ptr_eq(&entry.client, node);
             if !keep {
                 entry.client.retire();
-                self.retain_counters(&entry.client);
+                self.retain_totals(&entry.client);
             }
             keep
         });
     }
 
-    /// Adds the counters of a node that is dropped to the totals.
-    fn retain_counters(&self, node: &NodeClient) {
-        self.past_reconnects.fetch_add(node.reconnects(), Ordering::Relaxed);
-        self.past_script_loads.fetch_add(node.scripts().total(), Ordering::Relaxed);
-        let opened = node.circuit().state().times_opened;
-        self.past_circuits_opened.fetch_add(opened, Ordering::Relaxed);
+    /// Keeps the totals of a node that is dropped.
+    fn retain_totals(&self, node: &NodeClient) {
+        self.past.lock().unwrap_or_else(PoisonError::into_inner).add(node);
     }
 
     /// Records the result of discovery. A later success replaces an error.
@@ -438,5 +430,13 @@ impl TopologyState {
 
     fn nodes(&self) -> MutexGuard<'_, HashMap<Address, NodeEntry>> {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl NodeTotals {
+    fn add(&mut self, node: &NodeClient) {
+        self.reconnects += node.reconnects();
+        self.script_loads += node.scripts().total();
+        self.circuits_opened += node.circuit().state().times_opened;
     }
 }

@@ -2,14 +2,21 @@
 
 use std::sync::LazyLock;
 
-use super::client::resp::{self, Command};
-
 pub(super) mod call;
-pub(super) mod count;
 #[cfg(test)]
 mod instruction_tests;
-mod reply;
+pub(super) mod reply;
 pub(super) mod requests;
+
+/// Version of the forms in which scripts keep counts. A release that cannot read the values of the one before it, or that writes
+/// values which that one cannot read, has another version, and so other names of counts. During an
+/// upgrade each version then counts for itself, and a key is admitted at most twice its limit.
+pub(super) const FORMAT: u32 = 1;
+
+/// Returns the mark of a format in names of counts and instances. The first one has none.
+pub(super) fn format_mark(format: u32) -> String {
+    if format == 1 { String::new() } else { format!("v{format}") }
+}
 
 /// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {
@@ -50,8 +57,6 @@ const INCLUDED: [(&str, &str); 12] = [
 ];
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
-/// Number of bytes of an EVALSHA command without keys and arguments, at most.
-const EVALSHA_BYTES: usize = 128;
 /// Number of scripts.
 pub(super) const SCRIPT_COUNT: usize = 4;
 /// decide.lua in both modes, heartbeat.lua, invalidation.lua.
@@ -89,33 +94,9 @@ impl Script {
         &self.text
     }
 
-    /// Starts an EVALSHA command with these numbers of keys and arguments, which follow. `capacity`
-    /// is the number of their bytes.
-    pub(super) fn encode_evalsha(&self, keys: usize, arguments: usize, capacity: usize) -> Vec<u8> {
-        let mut command = Vec::with_capacity(EVALSHA_BYTES + capacity);
-        resp::push_head(&mut command, 3 + keys + arguments);
-        resp::push_word(&mut command, b"EVALSHA");
-        resp::push_word(&mut command, self.sha.as_bytes());
-        resp::push_word(&mut command, keys.to_string().as_bytes());
-        command
-    }
-
-    /// Returns an encoded EVALSHA command of this script as EVAL with its text.
-    pub(super) fn with_text(&self, evalsha: &[u8]) -> Vec<u8> {
-        let head = evalsha.iter().position(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-        let mut command = evalsha[..head].to_vec();
-        resp::push_word(&mut command, b"EVAL");
-        resp::push_word(&mut command, self.text.as_bytes());
-        let (mut name, mut sha) = (Vec::new(), Vec::new());
-        resp::push_word(&mut name, b"EVALSHA");
-        resp::push_word(&mut sha, self.sha.as_bytes());
-        command.extend(evalsha.iter().skip(head + name.len() + sha.len()));
-        command
-    }
-
-    /// Returns an EVALSHA command, up to the number of keys.
-    pub(super) fn evalsha(&self, keys: usize) -> Command {
-        Command::new("EVALSHA").arg(&self.sha).arg(keys.to_string())
+    /// Returns the first words of a call: by EVALSHA, or by EVAL with the text.
+    pub(super) fn first_words(&self, with_text: bool) -> [&str; 2] {
+        if with_text { ["EVAL", &self.text] } else { ["EVALSHA", &self.sha] }
     }
 }
 
@@ -134,6 +115,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+    use crate::store::redis::client::resp;
 
     #[test]
     fn a_script_has_all_parts() {
@@ -179,15 +161,15 @@ mod tests {
     }
 
     #[test]
-    fn a_call_by_hash_becomes_one_with_the_text() {
+    fn a_call_is_by_hash_or_with_the_text() {
         let script = Script::decide(KeyMode::Declared);
-        let mut by_hash = script.encode_evalsha(1, 1, 0);
-        resp::push_word(&mut by_hash, b"key");
-        resp::push_word(&mut by_hash, b"argument");
-        let same = resp::encode(&[script.evalsha(1).arg("key").arg("argument")]);
-        assert_eq!(by_hash, same);
-        let mut with_text = redis::cmd("EVAL");
-        with_text.arg(script.text()).arg(1).arg("key").arg("argument");
-        assert_eq!(script.with_text(&by_hash), with_text.get_packed_command());
+        for (with_text, name, first) in
+            [(false, "EVALSHA", &script.sha), (true, "EVAL", &script.text)]
+        {
+            let mut call = Vec::new();
+            resp::Command::new("1").arg("key").encode(&script.first_words(with_text), &mut call);
+            let expected = redis::cmd(name).arg(first).arg(1).arg("key").get_packed_command();
+            assert_eq!(call, expected);
+        }
     }
 }

@@ -1,29 +1,210 @@
-//! Sends a batch to its node: one pipeline, whose calls decide the items of the batch.
+//! [`Dispatcher`]: decides requests. It routes each to its node, in a batch with others, and takes
+//! the next step after a failure.
 //!
-//! On a cluster, one call decides items of any slots of the node, if the server allows it: the
-//! script declares one key and names the others as arguments. An item whose key is on another node
-//! then fails alone, has written nothing, and is sent again alone, so that the server redirects it.
-//! Where the server does not allow it, there is one call per slot.
+//! A batch is one pipeline, whose calls decide its items. On a cluster, one call decides items of
+//! any slots of the node, if the server allows it: the script declares one key and names the others
+//! as arguments. An item whose key is on another node then fails alone, has written nothing, and is
+//! sent again alone, so that the server redirects it. Where the server does not allow it, there is
+//! one call per slot.
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use tokio::runtime::Handle;
 use tokio::time::sleep_until;
 
+use super::queue::{Enqueued, enqueue};
 use super::{Batch, InFlightBatch, ItemResult, Sealed};
+use crate::charge::Charge;
+use crate::clock::{Clock as _, SystemClock, Timestamp};
+use crate::key::write_redis_key;
 use crate::store::StoreError;
 use crate::store::circuit::failure;
-use crate::store::redis::Shared;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::{
-    AttemptError, NodeError, ServerError, is_non_local_key, is_readonly, is_server_condition,
-    item_error, refuses_undeclared, with_address,
+    AttemptError, NodeError, ServerError, is_non_local_key, is_server_condition, item_error,
+    refuses_undeclared, with_address,
 };
-use crate::store::redis::routing::step::{Delivery, NextStep};
+use crate::store::redis::client::server_clock::{ServerClock, ServerTimes};
+use crate::store::redis::client::stats::BucketCounters;
+use crate::store::redis::coordination::probe::{on_not_permitted, probe_until_closed};
+use crate::store::redis::routing::slots::slot_of_charge;
+use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
+use crate::store::redis::routing::{Topology, TopologyState};
 use crate::store::redis::script::call::{ScriptCall, ScriptResult};
-use crate::store::redis::script::requests::{ItemReply, LATER, OrderedItem};
+use crate::store::redis::script::reply::{ItemReply, LATER, RequestDecisions};
+use crate::store::redis::script::requests::{EncodedRequests, OrderedItem, Request};
 use crate::store::redis::script::{KeyMode, Script};
+
+/// Decides the requests of a store. Background tasks share it, because a refund may outlast its
+/// caller.
+pub(crate) struct Dispatcher {
+    pub(crate) topology: Arc<Topology>,
+    /// Prefix of all keys.
+    pub(crate) prefix: String,
+    /// Mark of the format in names of counts.
+    pub(crate) format_mark: String,
+    pub(crate) clock: SystemClock,
+    pub(crate) timeout: Duration,
+    pub(crate) group_commit: bool,
+    pub(crate) cross_slot: bool,
+    /// Number of decisions in each call.
+    pub(crate) call_sizes: BucketCounters,
+    /// Runtime in which the store was connected.
+    pub(crate) runtime: Handle,
+    /// Manual clock of a test, which replaces the server's time.
+    #[cfg(feature = "testing")]
+    pub(crate) driven_by: Option<crate::clock::ManualClock>,
+}
+
+impl Dispatcher {
+    pub(crate) fn topology(&self) -> &TopologyState {
+        self.topology.state()
+    }
+
+    /// Appends the Redis key of a charge.
+    pub(crate) fn write_key(&self, text: &mut String, charge: &Charge<'_>) {
+        write_redis_key(text, &self.prefix, charge.key(), &self.format_mark, charge.policy());
+    }
+
+    /// Returns whether one call to this node may reach keys of several slots.
+    pub(crate) fn crosses_slots(&self, node: &NodeClient) -> bool {
+        self.cross_slot && node.allows_cross_slot()
+    }
+
+    /// Decides a request on keys of one node. Requests for one node share calls.
+    pub(crate) async fn decide(
+        self: &Arc<Self>,
+        request: &Request<'_>,
+        started: Instant,
+        delivery: Delivery,
+    ) -> Result<RequestDecisions, CallError> {
+        let Some(first) = request.charges.first() else {
+            return Ok(RequestDecisions::Many(Vec::new()));
+        };
+        let (slot, deadline, topology) =
+            (slot_of_charge(first), started + self.timeout, self.topology());
+        let write_key = |text: &mut String, charge: &Charge<'_>| self.write_key(text, charge);
+        let mut target = Target { node: topology.route(slot)?, delivery };
+        let mut retries = None;
+        loop {
+            if target.node.circuit().is_open() {
+                return Err(target.node.circuit().open_error().into());
+            }
+            let handle = if self.group_commit {
+                match enqueue(self, &target, request, slot, deadline, write_key) {
+                    Enqueued::Wait(handle) => handle,
+                    // Boxed, so that the future of a caller that waits for a batch stays small.
+                    Enqueued::Lead(leader) => Box::pin(leader.send()).await,
+                }
+            } else {
+                let batch = Arc::<Batch>::default();
+                let handle = batch.join(request, slot, target.delivery, deadline, write_key);
+                Box::pin(self.dispatch(&target.node, &InFlightBatch(batch), true)).await;
+                handle
+            };
+            let step = match handle.decisions(request).await {
+                Ok(decisions) => return Ok(decisions),
+                Err(step) => step,
+            };
+            // The circuit has counted the calls that failed, but not those to be repeated.
+            let is_counted =
+                matches!(step, NextStep::Fail(_) | NextStep::TimeOut | NextStep::AnswerLost);
+            let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));
+            let node = Arc::clone(&target.node);
+            target = match Box::pin(retries.follow(step, target, slot, topology)).await {
+                Ok(next) => next,
+                Err(CallError::Failed(error @ StoreError::NotPermitted(_))) => {
+                    let refused = on_not_permitted(self, &node, error, deadline);
+                    return Err(Box::pin(refused).await.into());
+                }
+                Err(error) => {
+                    if let CallError::Failed(error) = &error
+                        && !is_counted
+                    {
+                        self.record(&node, Err(error));
+                    }
+                    return Err(error);
+                }
+            };
+        }
+    }
+
+    /// Sends a batch, and completes it. Wakes waiters whose deadline passes before that. Its result
+    /// is `recorded` once in the circuit of the node, unless it is a probe.
+    pub(crate) async fn dispatch(
+        self: &Arc<Self>,
+        node: &Arc<NodeClient>,
+        InFlightBatch(batch): &InFlightBatch,
+        recorded: bool,
+    ) {
+        let sealed = batch.seal(Instant::now());
+        let round = Round { dispatcher: self, node, batch, sealed: &sealed };
+        let results = {
+            let mut call = pin!(round.send());
+            let mut next_deadline = sealed.earliest;
+            loop {
+                // No caller waits any more.
+                let Some(deadline) = next_deadline else { break round.time_out() };
+                tokio::select! {
+                    biased;
+                    results = &mut call => break results,
+                    () = sleep_until(deadline.into()) => {
+                        next_deadline = batch.expire(Instant::now());
+                    }
+                }
+            }
+        };
+        if recorded && let Some(outcome) = round.outcome(&results) {
+            self.record(node, outcome.as_ref().copied());
+        }
+        batch.complete(sealed, results);
+    }
+
+    /// Counts the result of a call in the circuit of its node. If that opens the circuit, the node
+    /// is probed until it can decide again.
+    pub(crate) fn record(
+        self: &Arc<Self>,
+        node: &Arc<NodeClient>,
+        result: Result<(), &StoreError>,
+    ) {
+        if node.circuit().record(failure(result)) {
+            // At debug level only: the callers get the error, and a fallback logs a warning.
+            tracing::debug!(node = %node.address(), error = ?result, "circuit opened");
+            let prober = probe_until_closed(Arc::downgrade(self), Arc::clone(node));
+            node.queue().runtime().spawn(prober);
+        }
+    }
+
+    /// Returns the times of a call of these requests that is sent now.
+    fn server_times(
+        &self,
+        clock: &ServerClock,
+        deadline: Instant,
+        requests: &EncodedRequests,
+    ) -> ServerTimes {
+        let own_now = requests.have_times().then_some(|| self.clock.now().as_micros());
+        ServerTimes::new(clock, deadline, self.driven_time(), own_now)
+    }
+
+    /// Returns the time of the store's own clock.
+    pub(crate) fn now(&self) -> Timestamp {
+        self.driven_time().map_or_else(|| self.clock.now(), Timestamp::from_micros)
+    }
+
+    /// Returns the time of a test's manual clock.
+    #[cfg(feature = "testing")]
+    pub(crate) fn driven_time(&self) -> Option<u64> {
+        self.driven_by.as_ref().map(|clock| clock.now().as_micros())
+    }
+
+    #[cfg(not(feature = "testing"))]
+    #[expect(clippy::unused_self, reason = "the twin for tests uses it")]
+    pub(crate) fn driven_time(&self) -> Option<u64> {
+        None
+    }
+}
 
 /// Call of a batch.
 struct PlannedCall {
@@ -32,53 +213,9 @@ struct PlannedCall {
     asking: bool,
 }
 
-/// Sends a batch, counts its result once in the circuit of the node, and completes it.
-pub(crate) async fn dispatch(
-    shared: &Arc<Shared>,
-    node: &Arc<NodeClient>,
-    in_flight: &InFlightBatch,
-) {
-    dispatch_with(shared, node, in_flight, |result| shared.record(node, result)).await;
-}
-
-/// Sends a batch without an effect on the circuit of the node, as its probes do.
-pub(crate) async fn dispatch_probe(shared: &Shared, node: &Arc<NodeClient>, probe: &InFlightBatch) {
-    dispatch_with(shared, node, probe, |_| {}).await;
-}
-
-/// Sends a batch, and completes it. Wakes waiters whose deadline passes before that.
-async fn dispatch_with(
-    shared: &Shared,
-    node: &Arc<NodeClient>,
-    InFlightBatch(batch): &InFlightBatch,
-    record: impl Fn(Result<(), &StoreError>),
-) {
-    let sealed = batch.seal(Instant::now());
-    let round = Round { shared, node, batch, sealed: &sealed };
-    let results = {
-        let mut call = pin!(round.send());
-        let mut next_deadline = sealed.earliest;
-        loop {
-            // No caller waits any more.
-            let Some(deadline) = next_deadline else { break round.time_out() };
-            tokio::select! {
-                biased;
-                results = &mut call => break results,
-                () = sleep_until(deadline.into()) => next_deadline = batch.expire(Instant::now()),
-            }
-        }
-    };
-    match round.outcome(&results) {
-        Some(Ok(())) => record(Ok(())),
-        Some(Err(error)) => record(Err(&error)),
-        None => {}
-    }
-    batch.complete(sealed, results);
-}
-
 /// A sealed batch on its way to a node.
 struct Round<'a> {
-    shared: &'a Shared,
+    dispatcher: &'a Dispatcher,
     node: &'a Arc<NodeClient>,
     batch: &'a Batch,
     sealed: &'a Sealed,
@@ -90,7 +227,7 @@ impl Round<'_> {
         let items = self.sealed.requests.items().len();
         let mut results: Vec<ItemResult> = (0..items).map(|_| Err(NextStep::TimeOut)).collect();
         let to_send = (0..items).filter(|item| self.sealed.repeats[*item] > 0).collect();
-        let mut calls = self.plan(to_send, self.shared.crosses_slots(self.node));
+        let mut calls = self.plan(to_send, self.dispatcher.crosses_slots(self.node));
         while !calls.is_empty() {
             let mut to_declare = Vec::new();
             for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
@@ -196,7 +333,7 @@ impl Round<'_> {
         });
         let slot = |item: &usize| sealed.requests.items()[*item].slot;
         let is_one_slot = !spans_slots
-            && (!self.shared.topology.state().is_cluster()
+            && (!self.dispatcher.topology().is_cluster()
                 || shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1])));
         if shared.is_empty() {
             // Nothing to share.
@@ -238,16 +375,16 @@ impl Round<'_> {
             Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
         };
         let deadline = earliest.unwrap_or(*latest);
-        let times = self.shared.server_times(connection.clock(), deadline, requests);
+        let times = self.dispatcher.server_times(&connection.clock, deadline, requests);
         let script_call = |call: &PlannedCall| ScriptCall {
             script: Script::decide(call.mode),
-            command: requests.command(&call.items, &times, call.mode),
+            arguments: requests.arguments(&call.items, &times, call.mode),
             asking: call.asking,
         };
         let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
         for call in calls {
             let decisions = call.items.iter().map(|ordered| self.sealed.repeats[ordered.item]);
-            self.shared.call_sizes.record(decisions.sum());
+            self.dispatcher.call_sizes.record(decisions.sum());
         }
         self.batch.mark_sent();
         let sent = Instant::now();
@@ -257,7 +394,7 @@ impl Round<'_> {
         measured.end(received);
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
             let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
-            connection.clock().observe(reply.now, sent, received);
+            connection.clock.observe(reply.now, sent, received);
             // The script ran after its deadline, perhaps only because the server's clock was set.
             // Its time is known now.
             reply.items.ok_or(AttemptError::Late)
@@ -270,22 +407,20 @@ impl Round<'_> {
         if reason == LATER {
             return Err(NextStep::SendAgain);
         }
-        let reason = with_address(self.node.address(), reason);
-        if is_readonly(&reason) {
-            let error = AttemptError::Server(ServerError::NotWritable(reason));
-            Err(self.next_step(item, error))
-        } else if mode == KeyMode::CrossSlot && refuses_undeclared(&reason) {
-            self.node.refuse_cross_slot(&reason);
-            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
-        } else if is_non_local_key(&reason) {
-            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
-        } else {
-            Ok(ItemReply::Error(reason))
-        }
+        let error = match ServerError::new(self.node.address(), reason) {
+            error @ (ServerError::NotWritable(_) | ServerError::NotReady(_)) => error,
+            _ if mode == KeyMode::CrossSlot && refuses_undeclared(reason) => {
+                self.node.refuse_cross_slot(&with_address(self.node.address(), reason));
+                ServerError::NonLocalKey
+            }
+            _ if is_non_local_key(reason) => ServerError::NonLocalKey,
+            _ => return Ok(ItemReply::Error(with_address(self.node.address(), reason))),
+        };
+        Err(self.next_step(item, AttemptError::Server(error)))
     }
 
     fn next_step(&self, item: usize, error: AttemptError) -> NextStep {
         let slot = self.sealed.requests.items()[item].slot;
-        NextStep::after(error, self.shared.topology.state(), self.node, slot)
+        NextStep::after(error, self.dispatcher.topology(), self.node, slot)
     }
 }

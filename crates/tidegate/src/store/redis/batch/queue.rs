@@ -17,10 +17,9 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::time::sleep_until;
 
-use super::dispatch::dispatch;
+use super::dispatch::Dispatcher;
 use super::{Batch, BatchHandle, InFlightBatch};
 use crate::charge::Charge;
-use crate::store::redis::Shared;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::routing::step::Target;
 use crate::store::redis::script::requests::Request;
@@ -55,7 +54,7 @@ struct OpenBatch {
 /// it when a batch has waited for [`MAX_LINGER`].
 pub(crate) struct InFlightPermit {
     number: u64,
-    shared: Arc<Shared>,
+    dispatcher: Arc<Dispatcher>,
     node: Arc<NodeClient>,
     /// Whether it was passed to a task that has not started yet.
     is_passed: bool,
@@ -117,7 +116,7 @@ impl Queue {
 
 /// Adds a request to the open batch of a node.
 pub(crate) fn enqueue(
-    shared: &Arc<Shared>,
+    dispatcher: &Arc<Dispatcher>,
     Target { node, delivery }: &Target,
     request: &Request<'_>,
     slot: u16,
@@ -143,7 +142,7 @@ pub(crate) fn enqueue(
     if leads {
         let number = state.issue_permit();
         drop(state);
-        let permit = InFlightPermit::new(number, shared, node);
+        let permit = InFlightPermit::new(number, dispatcher, node);
         return Enqueued::Lead(BatchLeader { handle, permit });
     }
     if state.in_flight.len() < MAX_IN_FLIGHT
@@ -152,7 +151,7 @@ pub(crate) fn enqueue(
     {
         let number = state.issue_permit();
         drop(state);
-        let permit = InFlightPermit::new(number, shared, node);
+        let permit = InFlightPermit::new(number, dispatcher, node);
         node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         return Enqueued::Wait(handle);
     }
@@ -160,7 +159,7 @@ pub(crate) fn enqueue(
     let has_watchdog = std::mem::replace(&mut state.has_watchdog, true);
     drop(state);
     if !has_watchdog {
-        node.queue().runtime.spawn(watchdog(Arc::clone(shared), Arc::clone(node)));
+        node.queue().runtime.spawn(watchdog(Arc::clone(dispatcher), Arc::clone(node)));
     }
     Enqueued::Wait(handle)
 }
@@ -176,7 +175,7 @@ impl BatchLeader {
         let taken = permit.node.queue().state().take(handle.batch());
         match taken {
             Some(batch) if batch.has_one_waiter() => {
-                dispatch(&permit.shared, &permit.node, &InFlightBatch(batch)).await;
+                permit.dispatch(&InFlightBatch(batch)).await;
             }
             Some(batch) => {
                 let runtime = permit.node.queue().runtime.clone();
@@ -190,12 +189,12 @@ impl BatchLeader {
 }
 
 /// Sends batches that have lingered for too long. Ends when there is no open batch.
-async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
+async fn watchdog(dispatcher: Arc<Dispatcher>, node: Arc<NodeClient>) {
     // With a manual clock, requests at one instant must share a call however slow the machine is.
-    let linger = if shared.driven_time().is_some() {
-        shared.timeout
+    let linger = if dispatcher.driven_time().is_some() {
+        dispatcher.timeout
     } else {
-        (shared.timeout / 20).clamp(MIN_LINGER, MAX_LINGER)
+        (dispatcher.timeout / 20).clamp(MIN_LINGER, MAX_LINGER)
     };
     let mut until = Instant::now() + linger;
     loop {
@@ -213,7 +212,7 @@ async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
             state.in_flight.pop_front();
             let number = state.issue_permit();
             drop(state);
-            let permit = InFlightPermit::new(number, &shared, &node);
+            let permit = InFlightPermit::new(number, &dispatcher, &node);
             node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         }
     }
@@ -269,7 +268,7 @@ impl Drop for InFlightPermit {
                 drop(batch);
             }
         } else if self.node.queue().state().keeps_permit(self.number) {
-            let mut permit = Self::new(self.number, &self.shared, &self.node);
+            let mut permit = Self::new(self.number, &self.dispatcher, &self.node);
             permit.is_passed = true;
             self.node.queue().runtime.spawn(permit.send_open_batches());
         }
@@ -277,17 +276,22 @@ impl Drop for InFlightPermit {
 }
 
 impl InFlightPermit {
-    fn new(number: u64, shared: &Arc<Shared>, node: &Arc<NodeClient>) -> Self {
-        Self { number, shared: Arc::clone(shared), node: Arc::clone(node), is_passed: false }
+    fn new(number: u64, dispatcher: &Arc<Dispatcher>, node: &Arc<NodeClient>) -> Self {
+        let (dispatcher, node) = (Arc::clone(dispatcher), Arc::clone(node));
+        Self { number, dispatcher, node, is_passed: false }
     }
 
     fn next_batch(&self) -> Option<InFlightBatch> {
         self.node.queue().state().next_batch(self.number)
     }
 
+    async fn dispatch(&self, batch: &InFlightBatch) {
+        self.dispatcher.dispatch(&self.node, batch, true).await;
+    }
+
     /// Sends a batch, then those that have gathered since.
     async fn send_batches(self, first: InFlightBatch) {
-        dispatch(&self.shared, &self.node, &first).await;
+        self.dispatch(&first).await;
         self.send_open_batches().await;
     }
 
@@ -301,7 +305,7 @@ impl InFlightPermit {
                 tokio::task::yield_now().await;
             }
             let Some(batch) = self.next_batch() else { return };
-            dispatch(&self.shared, &self.node, &batch).await;
+            self.dispatch(&batch).await;
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::endpoint::Address;
+use super::connection::Address;
 use super::resp::RedisError;
 use crate::store::StoreError;
 
@@ -101,29 +101,38 @@ impl NodeError {
     }
 }
 
+impl ServerError {
+    /// Classifies the text of an error reply of the node at `address`, or of one request of a
+    /// script call.
+    pub(crate) fn new(address: &Address, text: &str) -> Self {
+        let reason = with_address(address, text);
+        // The slot and the node of a redirect follow the code.
+        let mut words = text.split_ascii_whitespace();
+        let code = words.next().unwrap_or_default();
+        let mut target = || words.nth(1).and_then(|node| address.parse_relative(node));
+        match code {
+            "MOVED" => target().map_or(Self::Other(reason), Self::Moved),
+            "ASK" => target().map_or(Self::Other(reason), Self::Ask),
+            "TRYAGAIN" => Self::TryAgain,
+            "CROSSSLOT" => Self::CrossSlot,
+            "NOSCRIPT" => Self::NoScript,
+            "READONLY" | "CLUSTERDOWN" => Self::NotWritable(reason),
+            "LOADING" | "MASTERDOWN" => Self::NotReady(reason),
+            // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
+            // You can't write …`.
+            "ERR" if text.contains("-READONLY ") => Self::NotWritable(reason),
+            _ => Self::Other(reason),
+        }
+    }
+}
+
 impl AttemptError {
     /// Classifies the error of a call to the node at `address`.
     pub(crate) fn new(address: &Address, error: &RedisError) -> Self {
-        let Some(code) = error.code() else {
-            return Self::Lost(NodeError::new(address, &one_line(error)));
-        };
-        let text = one_line(error);
-        let reason = || with_address(address, &text);
-        // The slot and the node of a redirect follow the code.
-        let target = || text.split(' ').nth(2).and_then(|node| address.parse_relative(node));
-        Self::Server(match code {
-            "MOVED" => target().map_or_else(|| ServerError::Other(reason()), ServerError::Moved),
-            "ASK" => target().map_or_else(|| ServerError::Other(reason()), ServerError::Ask),
-            "TRYAGAIN" => ServerError::TryAgain,
-            "CROSSSLOT" => ServerError::CrossSlot,
-            "NOSCRIPT" => ServerError::NoScript,
-            "READONLY" | "CLUSTERDOWN" => ServerError::NotWritable(reason()),
-            "LOADING" | "MASTERDOWN" => ServerError::NotReady(reason()),
-            // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
-            // You can't write …`.
-            "ERR" if error.to_string().contains("-READONLY ") => ServerError::NotWritable(reason()),
-            _ => ServerError::Other(reason()),
-        })
+        match error {
+            RedisError::Server(text) => Self::Server(ServerError::new(address, text)),
+            RedisError::Io(..) => Self::Lost(NodeError::new(address, &one_line(error))),
+        }
     }
 
     /// Returns the error of a call that depends on this one, and was not sent because of it.
@@ -218,11 +227,6 @@ pub(crate) fn is_not_permitted(reason: &str) -> bool {
 /// require, or only keys of one slot.
 pub(crate) fn refuses_undeclared(reason: &str) -> bool {
     ["undeclared", "not declared", "hash to the same slot"].iter().any(|part| reason.contains(part))
-}
-
-/// Returns whether a script's error text says that the server is a read-only replica.
-pub(crate) fn is_readonly(reason: &str) -> bool {
-    reason.contains("READONLY ")
 }
 
 /// Returns whether a script's error text says that a key is on another node: its slot has moved or

@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// Command of a pipeline.
+/// Command of a pipeline, or the last words of one.
 #[derive(Clone)]
 pub(crate) struct Command {
     words: usize,
@@ -11,26 +11,49 @@ pub(crate) struct Command {
 
 impl Command {
     pub(crate) fn new(name: &str) -> Self {
-        Self { words: 0, encoded: Vec::new() }.arg(name)
+        Self::with_capacity(0).arg(name)
+    }
+
+    /// Creates a command without words, with space for this number of bytes.
+    pub(crate) fn with_capacity(bytes: usize) -> Self {
+        Self { words: 0, encoded: Vec::with_capacity(bytes) }
     }
 
     /// Appends an argument.
     #[must_use]
     pub(crate) fn arg(mut self, word: impl AsRef<[u8]>) -> Self {
-        push_word(&mut self.encoded, word.as_ref());
-        self.words += 1;
+        self.push(word.as_ref());
         self
+    }
+
+    /// Appends a word.
+    pub(crate) fn push(&mut self, word: &[u8]) {
+        push_word(&mut self.encoded, word);
+        self.words += 1;
+    }
+
+    /// Returns the number of bytes of its words.
+    pub(crate) fn len(&self) -> usize {
+        self.encoded.len()
+    }
+
+    /// Appends it to a pipeline, after these first words.
+    pub(crate) fn encode(&self, first_words: &[&str], pipeline: &mut Vec<u8>) {
+        push_number(pipeline, b'*', first_words.len() + self.words);
+        for word in first_words {
+            push_word(pipeline, word.as_bytes());
+        }
+        pipeline.extend_from_slice(&self.encoded);
     }
 }
 
 /// Encodes commands as they are sent.
 pub(crate) fn encode(commands: &[Command]) -> Vec<u8> {
-    let mut encoded = Vec::new();
+    let mut pipeline = Vec::new();
     for command in commands {
-        push_head(&mut encoded, command.words);
-        encoded.extend_from_slice(&command.encoded);
+        command.encode(&[], &mut pipeline);
     }
-    encoded
+    pipeline
 }
 
 /// Reply of a server.
@@ -90,13 +113,8 @@ impl From<io::Error> for RedisError {
 /// Depth of nested arrays that is parsed. No reply to our commands has more than three.
 const MAX_DEPTH: usize = 16;
 
-/// Appends the head of a command with this number of words.
-pub(crate) fn push_head(command: &mut Vec<u8>, words: usize) {
-    push_number(command, b'*', words);
-}
-
 /// Appends a word of a command.
-pub(crate) fn push_word(command: &mut Vec<u8>, word: &[u8]) {
+fn push_word(command: &mut Vec<u8>, word: &[u8]) {
     push_number(command, b'$', word.len());
     command.extend_from_slice(word);
     command.extend_from_slice(b"\r\n");
@@ -104,18 +122,9 @@ pub(crate) fn push_word(command: &mut Vec<u8>, word: &[u8]) {
 
 /// Appends a line with a number. Called for each key of a call, so it avoids `write!`.
 fn push_number(command: &mut Vec<u8>, kind: u8, number: usize) {
-    let (mut line, mut start, mut rest) = ([0; 24], 22, number);
-    line[22..].copy_from_slice(b"\r\n");
-    loop {
-        start -= 1;
-        line[start] = b'0' + u8::try_from(rest % 10).unwrap_or_default();
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    line[start - 1] = kind;
-    command.extend_from_slice(&line[start - 1..]);
+    command.push(kind);
+    command.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+    command.extend_from_slice(b"\r\n");
 }
 
 /// Parses the first reply in these bytes. Returns it with its length, or `None` if it is not
@@ -251,9 +260,6 @@ mod tests {
             let command = encode(&[Command::new("ECHO").arg(&word)]);
             assert_eq!(command, redis::cmd("ECHO").arg(word).get_packed_command());
         }
-        let mut head = Vec::new();
-        push_head(&mut head, usize::MAX);
-        assert_eq!(head, format!("*{}\r\n", usize::MAX).into_bytes());
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use percent_encoding::percent_decode_str;
 
-use super::endpoint::Address;
+use super::connection::Address;
 use crate::store::StoreError;
 
 /// Parsed URL.

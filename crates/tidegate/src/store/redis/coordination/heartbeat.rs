@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::internal_key;
 use crate::random::random_u64;
-use crate::store::redis::client::resp::Value;
+use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
 use crate::store::redis::script::call::call_script;
@@ -66,7 +66,7 @@ impl Heartbeats {
     /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among
     /// them.
     pub(crate) async fn send(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let (script, key) = (Script::heartbeat(), internal_key(&self.prefix, "alive"));
+        let key = internal_key(&self.prefix, "alive");
         let version_key = format!("{key}:version");
         let cached = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let size = cached.as_ref().map_or(0, |cached| cached.instances.len());
@@ -77,17 +77,16 @@ impl Heartbeats {
         let member =
             if mark.is_empty() { instance.to_owned() } else { format!("{instance}%{mark}") };
         let token = format!("{:016x}{:016x}", random_u64(), random_u64());
-        let command = || {
-            let longest = silence_timeout(MAX_INSTANCES);
-            let version = cached.as_ref().map_or("", |cached| &cached.version);
-            let command = script.evalsha(2).arg(&key).arg(&version_key).arg(&member);
-            let command = command.arg(silence_timeout(1).to_string());
-            let command = command.arg((longest / MAX_INSTANCES as u64).to_string());
-            let command = command.arg(longest.to_string()).arg(size.to_string());
-            command.arg(version).arg(&token).arg(max_listed.to_string())
-        };
+        let longest = silence_timeout(MAX_INSTANCES);
+        let arguments = Command::new("2").arg(&key).arg(&version_key).arg(&member);
+        let arguments = arguments.arg(silence_timeout(1).to_string());
+        let arguments = arguments.arg((longest / MAX_INSTANCES as u64).to_string());
+        let arguments = arguments.arg(longest.to_string()).arg(size.to_string());
+        let arguments = arguments.arg(cached.as_ref().map_or("", |cached| &cached.version));
+        let arguments = arguments.arg(&token).arg(max_listed.to_string());
         let (version, listed) =
-            call_script(self.topology.state(), script, &key, command, read_reply).await?;
+            call_script(self.topology.state(), Script::heartbeat(), &key, arguments, read_reply)
+                .await?;
         let mut instances = match listed {
             Some(members) => {
                 let mut instances: Vec<String> =

@@ -6,23 +6,12 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
-use super::slot::SLOTS;
-use super::{Routes, TopologyState};
+use super::TopologyState;
+use super::slots::SlotMap;
 use crate::store::redis::client::NodeClient;
-use crate::store::redis::client::connection::query_once;
-use crate::store::redis::client::endpoint::Address;
+use crate::store::redis::client::connection::{Address, query_once};
 use crate::store::redis::client::error::{AttemptError, NodeError, ServerError};
 use crate::store::redis::client::resp::{Command, Value};
-
-/// Owner of each slot.
-#[derive(Clone)]
-pub(crate) struct SlotMap {
-    nodes: Vec<Arc<NodeClient>>,
-    /// Index into `nodes` for each slot, or `UNASSIGNED`.
-    owners: Box<[u16]>,
-    /// Number of changes of the owner, for each slot.
-    changes: Box<[u32]>,
-}
 
 /// Parsed reply of `CLUSTER SLOTS`.
 struct ClusterSlots {
@@ -42,7 +31,6 @@ struct ReportedNode {
     ip: Option<Address>,
 }
 
-const UNASSIGNED: u16 = u16::MAX;
 /// Timeout of `CLUSTER SLOTS` on one node.
 const QUERY_TIMEOUT: Duration = Duration::from_millis(300);
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
@@ -50,73 +38,6 @@ const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 const DEGRADED_REFRESH_INTERVAL: Duration = Duration::from_millis(200);
 /// Minimum interval between refreshes that calls trigger.
 const MIN_REFRESH_INTERVAL: Duration = Duration::from_millis(50);
-
-impl SlotMap {
-    pub(crate) fn owner(&self, slot: u16) -> Option<&Arc<NodeClient>> {
-        self.nodes.get(usize::from(*self.owners.get(usize::from(slot))?))
-    }
-
-    pub(crate) fn changes_of(&self, slot: u16) -> u32 {
-        self.changes.get(usize::from(slot)).copied().unwrap_or(0)
-    }
-
-    /// Continues the change counts of an earlier map. Returns whether any slot has a new owner.
-    fn continue_from(&mut self, before: &Self) -> bool {
-        self.changes.clone_from(&before.changes);
-        let moved: Vec<u16> = self.changed_from(before).collect();
-        for slot in &moved {
-            let changes = &mut self.changes[usize::from(*slot)];
-            *changes = changes.wrapping_add(1);
-        }
-        !moved.is_empty()
-    }
-
-    /// Returns the slots that had another owner before.
-    pub(crate) fn changed_from<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = u16> + 'a {
-        (0..).take(self.owners.len()).filter(|slot| {
-            match (self.owner(*slot), before.owner(*slot)) {
-                (Some(one), Some(another)) => !Arc::ptr_eq(one, another),
-                (one, another) => one.is_some() || another.is_some(),
-            }
-        })
-    }
-
-    pub(crate) fn nodes(&self) -> &[Arc<NodeClient>] {
-        &self.nodes
-    }
-
-    /// Returns the nodes, each with the number of its slots.
-    pub(crate) fn nodes_with_slots(&self) -> Vec<(Arc<NodeClient>, u16)> {
-        let mut nodes: Vec<_> = self.nodes.iter().map(|node| (Arc::clone(node), 0)).collect();
-        for owner in &self.owners {
-            if let Some((_, slots)) = nodes.get_mut(usize::from(*owner)) {
-                *slots += 1;
-            }
-        }
-        nodes
-    }
-
-    /// Returns the map with a new owner of one slot; `None` if that node owns it already.
-    pub(crate) fn with_owner(&self, slot: u16, node: &Arc<NodeClient>) -> Option<Self> {
-        if self.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node)) {
-            return None;
-        }
-        let mut map = self.clone();
-        *map.owners.get_mut(usize::from(slot))? = map.index_of(node);
-        let changes = map.changes.get_mut(usize::from(slot))?;
-        *changes = changes.wrapping_add(1);
-        Some(map)
-    }
-
-    fn index_of(&mut self, node: &Arc<NodeClient>) -> u16 {
-        let existing = self.nodes.iter().position(|other| Arc::ptr_eq(other, node));
-        let index = existing.unwrap_or_else(|| {
-            self.nodes.push(Arc::clone(node));
-            self.nodes.len() - 1
-        });
-        u16::try_from(index).unwrap_or(UNASSIGNED)
-    }
-}
 
 /// Keeps the slot map of a cluster current, starting from these nodes.
 pub(crate) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
@@ -131,7 +52,8 @@ pub(crate) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
                     tls.announce(slots.names.iter().cloned());
                 }
                 other_nodes = slots.replicas.iter().chain(&seeds).cloned().collect();
-                apply_slots(&topology, &slots);
+                let with_node = |(first, last, address)| (first, last, topology.node_at(&address));
+                topology.refresh_slots(SlotMap::new(slots.ranges.into_iter().map(with_node)));
                 topology.finish_discovery(Ok(()));
             }
             Err(error) => topology.finish_discovery(Err(error)),
@@ -227,32 +149,6 @@ const NO_SLOTS: &str = "the cluster serves no slots yet";
 fn next_rotation() -> usize {
     static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
     COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
-}
-
-/// Replaces the routes by these slots, and counts the changes.
-fn apply_slots(topology: &TopologyState, slots: &ClusterSlots) {
-    let (owners, changes) =
-        (vec![UNASSIGNED; SLOTS].into_boxed_slice(), vec![0; SLOTS].into_boxed_slice());
-    let mut map = SlotMap { nodes: Vec::new(), owners, changes };
-    for (first, last, address) in &slots.ranges {
-        let owner = map.index_of(&topology.node_at(address));
-        if let Some(slots) = map.owners.get_mut(usize::from(*first)..=usize::from(*last)) {
-            slots.fill(owner);
-        }
-    }
-    topology.drop_unused(&map.nodes);
-    // The lock serializes writers of the map.
-    let _writer_lock = topology.nodes();
-    match &**topology.routes.load() {
-        Routes::Slots(before) => {
-            if map.continue_from(before) {
-                topology.set_slots(map);
-            } else {
-                topology.routes.store(Arc::new(Routes::Slots(map)));
-            }
-        }
-        Routes::One(_) | Routes::Unknown(_) => topology.set_routes(Routes::Slots(map)),
-    }
 }
 
 /// Parses a reply of `CLUSTER SLOTS`. Each range has its first and last slot, its primary, and its

@@ -14,8 +14,7 @@ use tokio::time::sleep;
 
 use super::{Routes, TopologyState};
 use crate::store::redis::client::NodeClient;
-use crate::store::redis::client::connection::{is_primary_role, query_once};
-use crate::store::redis::client::endpoint::Address;
+use crate::store::redis::client::connection::{Address, is_primary_role, query_once};
 use crate::store::redis::client::error::{AttemptError, NodeError};
 use crate::store::redis::client::resp::{Command, Value};
 

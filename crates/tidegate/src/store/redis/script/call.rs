@@ -16,16 +16,16 @@ use crate::store::StoreError;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::connection::Connection;
 use crate::store::redis::client::error::{AttemptError, ServerError};
-use crate::store::redis::client::resp::{self, Command, Value};
+use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::TopologyState;
-use crate::store::redis::routing::slot::slot_of;
+use crate::store::redis::routing::slots::slot_of;
 use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
 
 /// Call of one script.
 pub(crate) struct ScriptCall {
     pub(crate) script: &'static Script,
-    /// The whole EVALSHA command, encoded.
-    pub(crate) command: Vec<u8>,
+    /// Number of keys, keys, and arguments.
+    pub(crate) arguments: Command,
     /// Whether ASKING precedes it, because the node is importing its slot.
     pub(crate) asking: bool,
 }
@@ -34,8 +34,11 @@ pub(crate) struct ScriptCall {
 pub(crate) type ScriptResult = Result<Value, AttemptError>;
 
 /// Scripts of one node.
+#[derive(Default)]
 pub(crate) struct LoadedScripts {
-    loads: [ScriptLoad; SCRIPT_COUNT],
+    /// Value of `completed` after the last load of each script. Locked during a load, which all
+    /// calls that find the script missing share.
+    last_loads: tokio::sync::Mutex<[u64; SCRIPT_COUNT]>,
     /// Number of loads that were started.
     started: AtomicU64,
     /// Number of loads that have completed.
@@ -44,29 +47,13 @@ pub(crate) struct LoadedScripts {
     text_until: Mutex<Option<Instant>>,
 }
 
-/// Loads of one script on one node. All calls that find the script missing share one load.
-#[derive(Default)]
-struct ScriptLoad {
-    /// Value of [`LoadedScripts::completed`] after its last load.
-    last: AtomicU64,
-    lock: tokio::sync::Mutex<()>,
-}
-
-const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
+/// Number of bytes of a call's first words, without the script, at most.
+const HEAD_BYTES: usize = 32;
 const NO_SCRIPT: AttemptError = AttemptError::Server(ServerError::NoScript);
 /// Time for which scripts are sent as text to a node on which a load did not help.
 const TEXT_TTL: Duration = Duration::from_secs(60);
 
 impl LoadedScripts {
-    pub(crate) fn new() -> Self {
-        Self {
-            loads: std::array::from_fn(|_| ScriptLoad::default()),
-            started: AtomicU64::new(0),
-            completed: AtomicU64::new(0),
-            text_until: Mutex::new(None),
-        }
-    }
-
     /// Returns the number of loads.
     pub(crate) fn total(&self) -> u64 {
         self.started.load(Ordering::Relaxed)
@@ -98,7 +85,7 @@ impl NodeClient {
         deadline: Instant,
     ) -> Vec<ScriptResult> {
         let loads_before = self.scripts().completed.load(Ordering::Acquire);
-        let results = self.send_calls(on, calls).await;
+        let results = self.send_calls(on, calls.iter(), false).await;
         if !results.iter().any(is_missing) {
             return results;
         }
@@ -142,9 +129,8 @@ impl NodeClient {
                     }
                 }
             }
-            let again: Vec<ScriptCall> =
-                missing.iter().map(|call| calls[*call].again(with_text)).collect();
-            let resent = self.send_calls(on, &again).await;
+            let again = missing.iter().map(|call| &calls[*call]);
+            let resent = self.send_calls(on, again, with_text).await;
             if with_text && resent.iter().any(Result::is_ok) && self.scripts().send_text() {
                 tracing::warn!(
                     node = %self.address(),
@@ -175,41 +161,40 @@ impl NodeClient {
         loads_before: u64,
         deadline: Instant,
     ) -> Result<(), AttemptError> {
-        let mut loaded: Vec<usize> = Vec::new();
         for call in missing {
-            let script = calls[*call].script;
-            if !loaded.contains(&script.index()) {
-                self.load(script, loads_before, deadline).await?;
-                loaded.push(script.index());
-            }
+            self.load(calls[*call].script, loads_before, deadline).await?;
         }
         Ok(())
     }
 
-    /// Sends calls once.
-    async fn send_calls(&self, on: &Connection, calls: &[ScriptCall]) -> Vec<ScriptResult> {
-        let mut joined = Vec::new();
-        let (commands, replies) = match calls {
-            [call] if !call.asking => (&call.command, 1),
-            calls => {
-                for call in calls {
-                    joined.extend_from_slice(if call.asking { ASKING } else { b"" });
-                    joined.extend_from_slice(&call.command);
-                }
-                (&joined, calls.len() + calls.iter().filter(|call| call.asking).count())
+    /// Sends calls once: by EVALSHA, or by EVAL with the text.
+    async fn send_calls<'a>(
+        &self,
+        on: &Connection,
+        calls: impl Iterator<Item = &'a ScriptCall> + Clone,
+        with_text: bool,
+    ) -> Vec<ScriptResult> {
+        let (mut pipeline, mut commands) = (Vec::new(), 0);
+        for ScriptCall { script, arguments, asking } in calls.clone() {
+            if *asking {
+                Command::new("ASKING").encode(&[], &mut pipeline);
             }
-        };
-        match self.send(on, commands, replies).await {
+            let first_words = script.first_words(with_text);
+            pipeline.reserve(HEAD_BYTES + first_words[1].len() + arguments.len());
+            arguments.encode(&first_words, &mut pipeline);
+            commands += 1 + usize::from(*asking);
+        }
+        match self.send(on, &pipeline, commands).await {
             Ok(replies) => {
                 let mut replies = replies.into_iter();
                 let reply = |call: &ScriptCall| {
-                    // The reply to ASKING.
+                    // Skips the reply to ASKING.
                     let reply = replies.nth(usize::from(call.asking)).unwrap_or(Value::Nil);
                     reply.into_result().map_err(|error| AttemptError::new(self.address(), &error))
                 };
-                calls.iter().map(reply).collect()
+                calls.map(reply).collect()
             }
-            Err(error) => calls.iter().map(|_| Err(error.clone())).collect(),
+            Err(error) => calls.map(|_| Err(error.clone())).collect(),
         }
     }
 
@@ -221,16 +206,17 @@ impl NodeClient {
         deadline: Instant,
     ) -> Result<(), AttemptError> {
         let scripts = self.scripts();
-        let load = &scripts.loads[script.index()];
-        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
+        let Ok(mut last_loads) = timeout_at(deadline.into(), scripts.last_loads.lock()).await
+        else {
             return Err(AttemptError::Late);
         };
-        if load.last.load(Ordering::Relaxed) > loads_before_call {
+        let last_load = &mut last_loads[script.index()];
+        if *last_load > loads_before_call {
             return Ok(());
         }
         scripts.started.fetch_add(1, Ordering::Relaxed);
         self.query(Command::new("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
-        load.last.store(scripts.completed.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Relaxed);
+        *last_load = scripts.completed.fetch_add(1, Ordering::AcqRel) + 1;
         Ok(())
     }
 }
@@ -239,30 +225,21 @@ fn is_missing(result: &ScriptResult) -> bool {
     matches!(result, Err(AttemptError::Server(ServerError::NoScript)))
 }
 
-impl ScriptCall {
-    /// Returns this call once more, by EVAL with the text if so asked.
-    fn again(&self, with_text: bool) -> Self {
-        let command =
-            if with_text { self.script.with_text(&self.command) } else { self.command.clone() };
-        Self { script: self.script, command, asking: self.asking }
-    }
-}
-
 /// Calls a script on one of the store's own keys, and decodes the reply.
 pub(crate) async fn call_script<T>(
     topology: &TopologyState,
     script: &'static Script,
     key: &str,
-    command: impl Fn() -> Command,
-    read: impl Fn(Value) -> Result<T, StoreError>,
+    arguments: Command,
+    read: impl FnOnce(Value) -> Result<T, StoreError>,
 ) -> Result<T, StoreError> {
     let (slot, timeout) = (slot_of(key), topology.timeout());
     let deadline = Instant::now() + timeout;
     let mut retries = Retries::until(deadline, timeout, Delivery::Shared);
     let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+    let mut call = [ScriptCall { script, arguments, asking: false }];
     loop {
-        let asking = target.delivery == Delivery::Asking;
-        let call = [ScriptCall { script, command: resp::encode(&[command()]), asking }];
+        call[0].asking = target.delivery == Delivery::Asking;
         let sent = async {
             let connection = target.node.connection(deadline).await?;
             target.node.run(&connection, &call, deadline).await.remove(0)

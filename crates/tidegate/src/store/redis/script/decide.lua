@@ -29,8 +29,8 @@
 --        denied: their retry_after, reset_after (microseconds)
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
 --        for a reset just 1
---        A request that fails has instead: -1, the length of the error's text, and the text. If it
---        is the only request, an error that does not concern its key, such as OOM, is the reply.
+--        A request that fails has instead: -1, the length of the error's text, and the text. The
+--        client knows which errors do not concern the key, such as OOM.
 --        The text is that of Redis, or "damaged value: …" if the script cannot compute with what
 --        is stored. LATER means that the call has done enough, and nothing for this request, which
 --        is to be sent again.
@@ -80,9 +80,8 @@ end
 -- Remaining budget of this call for the removal of expired members of sorted sets, each of which
 -- takes up to a microsecond. Beyond it, each write removes four: more than it adds.
 local removals = 250
--- The current run, its next key and its last; functions of general.lua, once they are created, and
--- the error that they found.
-local run, from, to, decide_slow, decide_group, failure = 1, 1, count, nil, nil, nil
+-- The current run, its next key and its last; functions of general.lua, once they are created.
+local run, from, to, decide_slow, decide_group = 1, 1, count, nil, nil
 while true do
   -- `slow`: a key that is left to general.lua. `spends`: not a peek. `total`: units to spend.
   local slow, spends = nil, times > 0
@@ -139,7 +138,6 @@ while true do
       decide_slow(slow, spends)
       from = slow + 1
     end
-    if failure then return failure end
     if not spends then times = 0 end
   else
     from = to + 1

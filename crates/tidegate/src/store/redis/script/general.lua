@@ -3,10 +3,10 @@
 -- includes this text where it is needed. Each algorithm is a table of functions in its own file, of
 -- which only those of this call are created.
 -- inputs
--- luacheck: read globals cost count expiry_shift keys kind limit now option pack runs
--- luacheck: read globals server_time times try unpack_struct window
+-- luacheck: read globals cost expiry_shift keys kind limit now option pack server_time times try
+-- luacheck: read globals unpack_struct window
 -- outputs
--- luacheck: globals decide_group decide_slow failure replied reply
+-- luacheck: globals decide_group decide_slow replied reply
 -- luacheck: no unused
 
 local sub, floor = string.sub, math.floor
@@ -348,16 +348,6 @@ local function group(header, from, to)
   end
 end
 
--- Returns whether the server refuses requests for any key with this error.
-local function is_server_condition(text)
-  local codes = {
-    'READONLY', 'OOM', 'MISCONF', 'NOPERM', 'NOREPLICAS', 'CLUSTERDOWN', 'MASTERDOWN',
-  }
-  for _, code in ipairs(codes) do
-    if text:find(code .. ' ', 1, true) then return true end
-  end
-end
-
 -- Deletes the counts of a request that failed because the user may not run PEXPIREAT, if they were
 -- written without a TTL. The server refuses it for a missing key, too.
 local function delete_without_ttl(from, to)
@@ -378,8 +368,6 @@ local function attempt(from, to, request, ...)
   text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
   -- An error of Lua, not of a command: a value that the script cannot compute with.
   text = string.gsub(text, '^user_script:%d+: ', 'damaged value: ')
-  local is_only_request = runs == 1 and (count == 1 or kind == 0)
-  if is_only_request and is_server_condition(text) then failure = {err = text} end
   for i = #reply, before + 1, -1 do reply[i] = nil end
   replied = before
   add_reply(-1, #text)

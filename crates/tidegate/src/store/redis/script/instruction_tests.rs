@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use redis::{Connection, ConnectionLike};
 
-use super::requests::{EncodedRequests, ItemReply, Operation, Request};
+use super::reply::ItemReply;
+use super::requests::{EncodedRequests, Operation, Request};
 use super::{KeyMode, Script};
 use crate::algorithm::{Algorithm, Encoding};
 use crate::charge::Charge;
@@ -150,7 +151,9 @@ impl Calls {
             let driven = Some(START + STEP * round as u64);
             let server_times = ServerTimes { driven, ..ServerTimes::default() };
             for requests in &self.requests {
-                commands.extend(requests.command(&order, &server_times, KeyMode::Declared));
+                let arguments = requests.arguments(&order, &server_times, KeyMode::Declared);
+                let script = Script::decide(KeyMode::Declared);
+                arguments.encode(&script.first_words(false), &mut commands);
             }
         }
         for reply in connection.req_packed_commands(&commands, 0, calls).expect("decided") {

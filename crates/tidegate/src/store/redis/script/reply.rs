@@ -1,10 +1,95 @@
-//! [`ReplyReader`]: the doubles in the reply of decide.lua.
+//! [`CallReply`]: the decoded reply of decide.lua, and the decisions of each caller from it.
 
-use crate::store::StoreError;
+use super::requests::{Operation, Request};
+use crate::algorithm::{Grants, RawDecision};
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::store::redis::client::error::item_error;
+use crate::store::{Action, StoreError};
+
+/// Decoded reply of one call.
+pub(crate) struct CallReply {
+    /// The server's time in microseconds.
+    pub(crate) now: i64,
+    /// Reply per item that was sent; `None` if the script ran after its deadline and did nothing.
+    pub(crate) items: Option<Vec<ItemReply>>,
+}
+
+/// Reply to one item.
+#[derive(Debug, Clone)]
+pub(crate) enum ItemReply {
+    Grants(Grants),
+    /// Decision per charge.
+    Decisions(Vec<RawDecision>),
+    /// Error of this item; other items of the call are not affected.
+    Error(String),
+}
+
+/// Decision per charge of one request.
+pub(crate) enum RequestDecisions {
+    One(Decision),
+    Many(Vec<Decision>),
+}
 
 /// Reads the reply of the script, number by number.
 pub(crate) struct ReplyReader<'a> {
     rest: &'a [u8],
+}
+
+/// Error text of an item for which the call did nothing, because it had done enough.
+pub(crate) const LATER: &str = "LATER";
+
+impl ItemReply {
+    /// Returns the decisions for one request, given the number of equal requests before it.
+    pub(crate) fn decisions(
+        &self,
+        request: &Request<'_>,
+        preceding: u64,
+    ) -> Result<RequestDecisions, StoreError> {
+        let decision = |raw: RawDecision, charge: &Charge<'_>| {
+            raw.into_decision(charge.quota().burst(), Source::Store)
+        };
+        match (self, request.charges) {
+            (Self::Grants(grants), [charge]) => {
+                let raw = grants.decision(charge.quota().parameters(), charge.cost(), preceding);
+                Ok(RequestDecisions::One(decision(raw, charge)))
+            }
+            (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
+            // The script does not compute the state of a key that it has deleted.
+            (Self::Decisions(_), charges)
+                if request.operation == Operation::Apply(Action::Reset) =>
+            {
+                let untouched = |charge: &Charge<'_>| {
+                    decision(RawDecision::untouched(charge.quota().burst()), charge)
+                };
+                Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
+            }
+            (Self::Decisions(raw), charges) => {
+                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
+                Ok(RequestDecisions::Many(decided.collect()))
+            }
+            (Self::Error(reason), _) => Err(item_error(reason)),
+        }
+    }
+}
+
+impl RequestDecisions {
+    pub(crate) fn into_vec(self) -> Vec<Decision> {
+        match self {
+            Self::One(decision) => vec![decision],
+            Self::Many(decisions) => decisions,
+        }
+    }
+
+    /// Returns the decision of a request with a single charge.
+    pub(crate) fn into_one(self) -> Result<Decision, StoreError> {
+        match self {
+            Self::One(decision) => Ok(decision),
+            Self::Many(decisions) => {
+                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
+            }
+        }
+    }
 }
 
 impl<'a> ReplyReader<'a> {

@@ -1,11 +1,11 @@
 //! [`EncodedRequests`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, which
-//! documents the protocol; and [`CallReply`]: its decoded reply.
+//! documents the protocol.
 //!
 //! ```text
 //! add(request, slot, write_key) -> item
 //! order(items, repeats) -> [OrderedItem]          the order of the call
-//! command(order, server_times, mode) -> bytes     mode: KeyMode::{Declared, CrossSlot}
-//! Script::decide(mode)                            the script of that command, for SCRIPT LOAD
+//! arguments(order, server_times, mode) -> Command mode: KeyMode::{Declared, CrossSlot}
+//! Script::decide(mode)                            the script that they are for
 //! read(order, reply) -> CallReply                 one reply per item, in the same order
 //! ```
 //!
@@ -14,15 +14,12 @@
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
-use super::count::CountKind;
-use super::reply::{ReplyReader, unexpected};
-use super::{KeyMode, Script};
-use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
+use super::KeyMode;
+use super::reply::{CallReply, ItemReply, ReplyReader, unexpected};
+use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
-use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
-use crate::store::redis::client::error::item_error;
-use crate::store::redis::client::resp::{Value, push_word};
+use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
 use crate::store::{Action, StoreError};
 
@@ -116,38 +113,12 @@ struct EncodedQuota {
     option: u64,
 }
 
-/// Decoded reply of one call.
-pub(crate) struct CallReply {
-    /// The server's time in microseconds.
-    pub(crate) now: i64,
-    /// Reply per item that was sent; `None` if the script ran after its deadline and did nothing.
-    pub(crate) items: Option<Vec<ItemReply>>,
-}
-
-/// Reply to one item.
-#[derive(Debug, Clone)]
-pub(crate) enum ItemReply {
-    Grants(Grants),
-    /// Decision per charge.
-    Decisions(Vec<RawDecision>),
-    /// Error of this item; other items of the call are not affected.
-    Error(String),
-}
-
-/// Decision per charge of one request.
-pub(crate) enum RequestDecisions {
-    One(Decision),
-    Many(Vec<Decision>),
-}
-
-/// Error text of an item for which the call did nothing, because it had done enough.
-pub(crate) const LATER: &str = "LATER";
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
 const NO_DEADLINE: i64 = 1 << 53;
 /// Number of bytes of a word without its text, and of a header, at most.
-const KEY_BYTES: usize = 8;
+const WORD_BYTES: usize = 8;
 const HEADER_BYTES: usize = 112;
 /// Limit up to which a decision on a packed log takes about as long as on a small count.
 const SMALL_LOG: u64 = 250;
@@ -188,59 +159,6 @@ impl Operation {
     }
 }
 
-impl ItemReply {
-    /// Returns the decisions for one request, given the number of equal requests before it.
-    pub(crate) fn decisions(
-        &self,
-        request: &Request<'_>,
-        preceding: u64,
-    ) -> Result<RequestDecisions, StoreError> {
-        let decision = |raw: RawDecision, charge: &Charge<'_>| {
-            raw.into_decision(charge.quota().burst(), Source::Store)
-        };
-        match (self, request.charges) {
-            (Self::Grants(grants), [charge]) => {
-                let raw = grants.decision(charge.quota().parameters(), charge.cost(), preceding);
-                Ok(RequestDecisions::One(decision(raw, charge)))
-            }
-            (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
-            // The script does not compute the state of a key that it has deleted.
-            (Self::Decisions(_), charges)
-                if request.operation == Operation::Apply(Action::Reset) =>
-            {
-                let untouched = |charge: &Charge<'_>| {
-                    decision(RawDecision::untouched(charge.quota().burst()), charge)
-                };
-                Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
-            }
-            (Self::Decisions(raw), charges) => {
-                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
-                Ok(RequestDecisions::Many(decided.collect()))
-            }
-            (Self::Error(reason), _) => Err(item_error(reason)),
-        }
-    }
-}
-
-impl RequestDecisions {
-    pub(crate) fn into_vec(self) -> Vec<Decision> {
-        match self {
-            Self::One(decision) => vec![decision],
-            Self::Many(decisions) => decisions,
-        }
-    }
-
-    /// Returns the decision of a request with a single charge.
-    pub(crate) fn into_one(self) -> Result<Decision, StoreError> {
-        match self {
-            Self::One(decision) => Ok(decision),
-            Self::Many(decisions) => {
-                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
-            }
-        }
-    }
-}
-
 impl RequestKind {
     fn of(request: &Request<'_>) -> Self {
         match (request.operation, request.charges) {
@@ -260,6 +178,37 @@ impl Item {
     /// Returns whether the script only reads the count.
     pub(crate) fn is_read(&self) -> bool {
         self.kind == RequestKind::Group(Operation::Apply(Action::ChargeUpTo))
+    }
+}
+
+/// Form of a count in Redis. The discriminants are the kinds of decide.lua.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CountKind {
+    SlidingLog = 1,
+    PackedLog = 2,
+    SlidingCounter = 3,
+    PackedCounter = 4,
+    FixedWindow = 5,
+    TokenBucket = 6,
+    LeakyBucket = 7,
+}
+
+impl CountKind {
+    pub(crate) fn of(quota: &Quota) -> Self {
+        match (quota.algorithm(), quota.encoding()) {
+            (Algorithm::SlidingLog, Encoding::Packed) => Self::PackedLog,
+            (Algorithm::SlidingLog, _) => Self::SlidingLog,
+            (Algorithm::SlidingCounter, Encoding::Packed) => Self::PackedCounter,
+            (Algorithm::SlidingCounter, _) => Self::SlidingCounter,
+            (Algorithm::FixedWindow, _) => Self::FixedWindow,
+            (Algorithm::TokenBucket, _) => Self::TokenBucket,
+            (Algorithm::LeakyBucket, _) => Self::LeakyBucket,
+        }
+    }
+
+    /// Returns the number of this form in the script.
+    pub(crate) fn number(self) -> u8 {
+        self as u8
     }
 }
 
@@ -404,35 +353,33 @@ impl EncodedRequests {
         order
     }
 
-    /// Encodes the call of these items.
-    pub(crate) fn command(
+    /// Encodes the arguments of the call of these items.
+    pub(crate) fn arguments(
         &self,
         order: &[OrderedItem],
         server_times: &ServerTimes,
         mode: KeyMode,
-    ) -> Vec<u8> {
+    ) -> Command {
         let charges = || order.iter().flat_map(|ordered| self.charges_of(ordered.item));
+        let key = |charge: &EncodedCharge| self.keys[charge.key.clone()].as_bytes();
         let keys = charges().count();
         let declared = if mode == KeyMode::Declared { keys } else { keys.min(1) };
         let runs = || order.chunk_by(|one, other| one.run == other.run);
         let run_count = runs().count();
-        let arguments = run_count + keys - declared;
-        let capacity = self.keys.len() + KEY_BYTES * keys + HEADER_BYTES * run_count;
-        let mut command = Script::decide(mode).encode_evalsha(declared, arguments, capacity);
-        let push_key = |command: &mut Vec<u8>, charge: &EncodedCharge| {
-            push_word(command, self.keys[charge.key.clone()].as_bytes());
-        };
-        charges().take(declared).for_each(|charge| push_key(&mut command, charge));
+        let capacity = self.keys.len() + WORD_BYTES * (1 + keys) + HEADER_BYTES * run_count;
+        let mut arguments = Command::with_capacity(capacity);
+        arguments.push(itoa::Buffer::new().format(declared).as_bytes());
+        charges().take(declared).for_each(|charge| arguments.push(key(charge)));
         let mut header = Vec::with_capacity(HEADER_BYTES);
         for run in runs() {
-            let Some(OrderedItem { item, run: key }) = run.first() else { continue };
+            let Some(OrderedItem { item, run: run_key }) = run.first() else { continue };
             header.clear();
             #[expect(clippy::cast_precision_loss, reason = "all numbers are below 2^53")]
             let mut push = |number: i64| header.extend((number as f64).to_le_bytes());
             push(server_times.deadline.unwrap_or(NO_DEADLINE));
             push(signed(server_times.driven.unwrap_or(0)));
             push(signed(run_count as u64));
-            match *key {
+            match *run_key {
                 RunKey::Alike(quota, cost, times) => {
                     let quota = &self.quotas[quota];
                     push(i64::from(quota.kind.number()));
@@ -446,10 +393,10 @@ impl EncodedRequests {
                 }
                 RunKey::Group(_) => self.push_group(*item, server_times, push),
             }
-            push_word(&mut command, &header);
+            arguments.push(&header);
         }
-        charges().skip(declared).for_each(|charge| push_key(&mut command, charge));
-        command
+        charges().skip(declared).for_each(|charge| arguments.push(key(charge)));
+        arguments
     }
 
     /// Writes the part of a group's header that follows the call's numbers.
@@ -475,7 +422,7 @@ impl EncodedRequests {
         self.items[item].kind == RequestKind::Group(Operation::Apply(Action::Reset))
     }
 
-    /// Decodes the reply to [`command`](Self::command) with the same order.
+    /// Decodes the reply to [`arguments`](Self::arguments) with the same order.
     pub(crate) fn read(
         &self,
         order: &[OrderedItem],

@@ -11,7 +11,7 @@ fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'
 }
 
 /// Returns the arguments as texts, and headers as their numbers from the kind on.
-fn arguments(command: &[u8]) -> String {
+fn words(arguments: &Command) -> String {
     let text = |argument: &[u8]| {
         if argument.len() >= 80 {
             let numbers =
@@ -20,9 +20,11 @@ fn arguments(command: &[u8]) -> String {
         }
         String::from_utf8_lossy(argument).into_owned()
     };
+    let mut encoded = Vec::new();
+    arguments.encode(&[], &mut encoded);
     // A command is an array of strings.
-    let Ok(Some((Value::Array(words), _))) = parse(command) else { panic!("{command:?}") };
-    let texts = words.iter().skip(2).map(|word| match word {
+    let Ok(Some((Value::Array(words), _))) = parse(&encoded) else { panic!("{encoded:?}") };
+    let texts = words.iter().map(|word| match word {
         Value::String(bytes) => text(bytes),
         other => panic!("{other:?}"),
     });
@@ -58,7 +60,7 @@ fn equal_acquires_share_an_item_and_alike_ones_share_a_header() {
     let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
     let repeats = |item| if item == 1 { 2 } else { 1 };
     let order = requests.order([0, 1, 2, 4, 6, 7], repeats);
-    let command = |mode| arguments(&requests.command(&order, &times, mode));
+    let command = |mode| words(&requests.arguments(&order, &times, mode));
     let headers = "[5, 1, 10, 60000000, 0, 1, 1] [6, 1, 5, 60000000, 5, 1, 2] \
                    [5, 1, 10, 60000000, 0, 1, 1] \
                    [0, 2, 1, 2, 0, 0, 0, 5, 10, 60000000, 0, 1, 0, 6, 5, 60000000, 5, 1, 0] \
@@ -80,7 +82,7 @@ fn acquires_of_different_keys_are_sorted_by_their_quota() {
     }
     let command = |requests: &EncodedRequests| {
         let order = requests.order([0, 2, 1, 3], |_| 1);
-        arguments(&requests.command(&order, &ServerTimes::default(), KeyMode::Declared))
+        words(&requests.arguments(&order, &ServerTimes::default(), KeyMode::Declared))
     };
     let expected = "4 a b c d [5, 2, 10, 60000000, 0, 1, 1] [6, 2, 5, 60000000, 5, 1, 1]";
     assert_eq!(command(&requests), expected);
