@@ -27,17 +27,17 @@ mod bucket;
 mod fixed_window;
 #[cfg(feature = "redis")]
 mod grants;
-mod narrow_bucket;
 mod parameters;
+mod reciprocal;
 mod sliding_counter;
 mod sliding_log;
 
-pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW};
+pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW, Parts};
 pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{CounterSnapshot, Grants};
-pub(crate) use narrow_bucket::{NarrowBucket, NarrowLevel};
 pub(crate) use parameters::{Lifetime, MAX_LIMIT, Parameters};
+pub(crate) use reciprocal::Reciprocal;
 pub(crate) use sliding_counter::SlidingCounter;
 pub(crate) use sliding_log::{LogGrowth, SlidingLog};
 
@@ -114,10 +114,10 @@ pub(crate) trait Counter {
     fn remaining(&self, quota: &Parameters) -> u64;
     /// Returns the units recorded now, which can exceed the limit: see [`Parameters::max_level`]. Units
     /// of the previous window are not included.
-    fn level(&self) -> u64;
+    fn level(&self, quota: &Parameters) -> u64;
     /// Returns whether more units are recorded than the limit allows.
     fn is_overdrawn(&self, quota: &Parameters) -> bool {
-        self.level() > quota.burst()
+        self.level(quota) > quota.burst()
     }
     /// Returns the shortest wait until `cost` units, more than remain now, can be spent.
     fn wait_for(&self, quota: &Parameters, now: u64, cost: u64) -> u64;
@@ -214,7 +214,7 @@ pub(crate) fn apply<C: Counter>(counter: &mut C, operation: &Operation<'_>) -> A
 fn report<C: Counter>(counter: &mut C, quota: &Parameters, now: u64, cost: u64) -> Applied {
     let stepped_back = counter.advance_to(quota, now);
     let allowed = cost <= counter.remaining(quota);
-    let spend = cost.min(quota.max_level().saturating_sub(counter.level()));
+    let spend = cost.min(quota.max_level().saturating_sub(counter.level(quota)));
     let written = spend > 0 || stepped_back;
     if written {
         counter.spend(quota, now, spend);

@@ -30,7 +30,7 @@ impl Counter for FixedWindow {
     }
 
     #[inline]
-    fn level(&self) -> u64 {
+    fn level(&self, _quota: &Parameters) -> u64 {
         self.count
     }
 

@@ -69,7 +69,8 @@ impl Grants {
                 (SlidingCounter::in_window(current, elapsed).reset_after(quota, elapsed, after), 0)
             }
             CounterSnapshot::Bucket { level, part } => {
-                let bucket = Bucket::at_level(level + before, part);
+                let parts = Bucket::<u128>::parts_of(quota, level + before, part);
+                let bucket = Bucket { time: 0, parts };
                 (bucket.reset_after(quota, 0, cost), bucket.delay(quota))
             }
         };
@@ -106,9 +107,9 @@ mod tests {
                     CounterSnapshot::Counter { current: counter.current, elapsed: counter.elapsed }
                 }),
                 Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                    check::<Bucket>(algorithm, |bucket, _, _| CounterSnapshot::Bucket {
-                        level: bucket.level,
-                        part: bucket.part,
+                    check::<Bucket<u64>>(algorithm, |bucket, quota, _| CounterSnapshot::Bucket {
+                        level: bucket.parts / quota.window(),
+                        part: bucket.parts % quota.window(),
                     });
                 }
             }

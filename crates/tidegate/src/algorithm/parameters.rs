@@ -1,7 +1,7 @@
 //! [`Parameters`]: the numbers of a quota, as the algorithms need them, with those that are
 //! computed once.
 
-use super::{Algorithm, NarrowBucket, mul_div_ceil};
+use super::{Algorithm, Reciprocal, mul_div_ceil};
 
 /// The largest limit and burst; see [`Quota::MAX_LIMIT`](crate::Quota::MAX_LIMIT).
 pub(crate) const MAX_LIMIT: u64 = 1_000_000_000_000;
@@ -15,10 +15,16 @@ pub(crate) struct Parameters {
     window: u64,
     burst: u64,
     drain: u64,
-    narrow: NarrowBucket,
+    /// The burst of a bucket that fits 64 bits; otherwise 0.
+    narrow_burst: u64,
+    /// The same in W-ths of a unit.
+    narrow_capacity: u64,
+    window_reciprocal: Reciprocal,
+    limit_reciprocal: Reciprocal,
     sevenths: u64,
     lifetime: Lifetime,
     overdraft_lifetime: Lifetime,
+    window_with_lifetime: u64,
 }
 
 /// Bits behind the point of the factor of [`Parameters::used_sevenths`].
@@ -31,8 +37,9 @@ impl Parameters {
         let drain = mul_div_ceil(burst, window, limit);
         let windows = if algorithm == Algorithm::SlidingCounter { 2 } else { 1 };
         let millis = drain.saturating_mul(windows).div_ceil(1_000);
-        let narrow =
-            if is_bucket { NarrowBucket::new(limit, window, burst) } else { NarrowBucket::NONE };
+        // Eleven times the burst, an overdraft and a cost, must be less than 2^63.
+        let fits = is_bucket && burst.saturating_mul(window) < 1 << 59;
+        let lifetime = Lifetime::from_millis(millis);
         Self {
             algorithm,
             count_denied: false,
@@ -40,10 +47,14 @@ impl Parameters {
             window,
             burst,
             drain,
-            narrow,
+            narrow_burst: if fits { burst } else { 0 },
+            narrow_capacity: if fits { burst * window } else { 0 },
+            window_reciprocal: Reciprocal::new(window),
+            limit_reciprocal: Reciprocal::new(limit),
             sevenths: (7 << SEVENTHS_FRACTION_BITS) / (burst + 1),
-            lifetime: Lifetime::from_millis(millis),
+            lifetime,
             overdraft_lifetime: Lifetime::from_millis(millis.saturating_mul(10)),
+            window_with_lifetime: window << Lifetime::NUMBER_BITS | lifetime.number,
         }
     }
 
@@ -88,10 +99,32 @@ impl Parameters {
         (10 * self.burst).min(MAX_LIMIT)
     }
 
-    /// Returns the numbers of a bucket for 64-bit arithmetic.
+    /// Returns whether this is a bucket whose levels fit 64 bits.
     #[inline]
-    pub(crate) fn narrow(&self) -> &NarrowBucket {
-        &self.narrow
+    pub(crate) fn fits_64_bits(&self) -> bool {
+        self.narrow_burst > 0
+    }
+
+    /// Returns whether this is a bucket whose levels fit 64 bits, and which can admit this cost.
+    #[inline]
+    pub(crate) fn admits_in_64_bits(&self, cost: u64) -> bool {
+        cost.wrapping_sub(1) < self.narrow_burst
+    }
+
+    /// Returns the burst of a bucket that fits 64 bits, in W-ths of a unit.
+    #[inline]
+    pub(crate) fn capacity_in_64_bits(&self) -> u64 {
+        self.narrow_capacity
+    }
+
+    #[inline]
+    pub(crate) fn window_reciprocal(&self) -> &Reciprocal {
+        &self.window_reciprocal
+    }
+
+    #[inline]
+    pub(crate) fn limit_reciprocal(&self) -> &Reciprocal {
+        &self.limit_reciprocal
     }
 
     /// Returns the sevenths of the burst that are in use with these units left, rounded down: up to
@@ -111,6 +144,12 @@ impl Parameters {
         self.lifetime
     }
 
+    /// Returns the window and the number of the lifetime in one word, as a bucket stores them.
+    #[inline]
+    pub(crate) fn window_with_lifetime(&self) -> u64 {
+        self.window_with_lifetime
+    }
+
     /// Returns the idle time-to-live of a bucket with an overdraft.
     #[inline]
     pub(crate) fn overdraft_lifetime(&self) -> Lifetime {
@@ -118,37 +157,29 @@ impl Parameters {
     }
 }
 
-/// A time in milliseconds in 24 bits, rounded up by less than 4 millionths: 19 bits, and 5 for the
-/// power of two that they are multiplied with. Longer lifetimes are greater.
+/// A time in milliseconds as a number of 19 bits and a power of two of 5, rounded up by less than 4
+/// millionths. Longer lifetimes are greater.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Lifetime(u64);
+pub(crate) struct Lifetime {
+    pub(crate) power: u64,
+    pub(crate) number: u64,
+}
 
 impl Lifetime {
-    const NUMBER_BITS: u32 = 19;
+    pub(crate) const POWER_BITS: u32 = 5;
+    pub(crate) const NUMBER_BITS: u32 = 19;
 
-    pub(crate) fn from_millis(millis: u64) -> Self {
+    fn from_millis(millis: u64) -> Self {
         let bits = u64::BITS - millis.leading_zeros();
         let power = bits.saturating_sub(Self::NUMBER_BITS);
         let number = millis.div_ceil(1 << power);
         // Rounding up may take one bit more, which is that of the next power.
         let rounded_up = number >> Self::NUMBER_BITS;
-        let (power, number) = (u64::from(power) + rounded_up, number >> rounded_up);
-        Self(power << Self::NUMBER_BITS | number)
+        Self { power: u64::from(power) + rounded_up, number: number >> rounded_up }
     }
 
     pub(crate) fn millis(self) -> u64 {
-        (self.0 & ((1 << Self::NUMBER_BITS) - 1)) << (self.0 >> Self::NUMBER_BITS)
-    }
-
-    /// Returns the 24 bits.
-    #[inline]
-    pub(crate) fn to_bits(self) -> u64 {
-        self.0
-    }
-
-    #[inline]
-    pub(crate) fn from_bits(bits: u64) -> Self {
-        Self(bits)
+        self.number << self.power
     }
 }
 
@@ -179,7 +210,7 @@ mod tests {
             let (one, other) = (one >> shift, other >> other_shift);
             let lifetime = Lifetime::from_millis(one);
             prop_assert!((one..=one + one / 250_000).contains(&lifetime.millis()), "{one}");
-            prop_assert!(lifetime.to_bits() < 1 << 24);
+            prop_assert!(lifetime.power < 1 << 5 && lifetime.number < 1 << 19);
             let order = lifetime.cmp(&Lifetime::from_millis(other));
             prop_assert_eq!(order, lifetime.millis().cmp(&Lifetime::from_millis(other).millis()));
         }

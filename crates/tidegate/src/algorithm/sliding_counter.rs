@@ -67,7 +67,7 @@ impl Counter for SlidingCounter {
     }
 
     #[inline]
-    fn level(&self) -> u64 {
+    fn level(&self, _quota: &Parameters) -> u64 {
         self.current
     }
 

@@ -175,7 +175,7 @@ impl Counter for SlidingLog {
         quota.limit().saturating_sub(self.units())
     }
 
-    fn level(&self) -> u64 {
+    fn level(&self, _quota: &Parameters) -> u64 {
         self.units()
     }
 

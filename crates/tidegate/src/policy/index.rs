@@ -116,7 +116,7 @@ mod tests {
             let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&values).expect("sound")).map(Policy::name).collect();
             let set = Policies::new(list.clone()).expect("names of their own");
             let selection = set.select(&request, None).expect("sound");
-            let by_index: Vec<&str> = selection.charges.iter().map(|charge| charge.policy()).collect();
+            let by_index: Vec<&str> = selection.charges.iter().map(crate::policy::PreparedCharge::policy).collect();
             prop_assert_eq!(by_index, by_search);
         }
     }

@@ -302,12 +302,11 @@ impl<'a> PreparedCharge<'a> {
     ) -> Self {
         let key = key.into();
         let quota = policy.quota_for(&key);
-        Self {
-            cost: cost.unwrap_or_else(|| policy.default_cost()),
-            enforcement: policy.mode().into(),
-            on_store_failure: policy.on_store_failure(),
-            ..Self::new(policy.name(), key, quota)
-        }
+        let mut charge = Self::with_quota_ref(policy.name().into(), key, QuotaRef::Borrowed(quota));
+        charge.cost = cost.unwrap_or_else(|| policy.default_cost());
+        charge.enforcement = policy.mode().into();
+        charge.on_store_failure = policy.on_store_failure();
+        charge
     }
 
     /// Sets the action; [`Action::Acquire`] by default.

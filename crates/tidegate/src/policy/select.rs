@@ -431,7 +431,11 @@ impl Policy {
                 return Err(SelectError::Key { policy, attributes, reason });
             }
         }
-        let cost = cost.unwrap_or_else(|| self.cost_of(request, self.quota_for(&key)));
+        let cost = cost.unwrap_or_else(|| self.cost_of(request, &key));
+        if selection.charges.is_empty() {
+            // Charges are large, and a request rarely has more than two.
+            selection.charges.reserve_exact(2);
+        }
         selection.charges.push(PreparedCharge::of_policy(self, key, Some(cost)));
         Ok(())
     }
@@ -478,7 +482,7 @@ impl Policy {
         Ok(true)
     }
 
-    fn cost_of(&self, request: &RequestValues<'_>, quota: &Quota) -> u64 {
+    fn cost_of(&self, request: &RequestValues<'_>, key: &str) -> u64 {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { name, default, max } => {
@@ -487,7 +491,7 @@ impl Policy {
                     .get(name)
                     .and_then(|value| whole_number(value.trim_matches([' ', '\t'])))
                     .filter(|units| *units > 0);
-                units.map_or(*default, |units| units.min(*max).min(quota.burst()))
+                units.map_or(*default, |units| units.min(*max).min(self.quota_for(key).burst()))
             }
         }
     }

@@ -42,6 +42,25 @@ mod shard;
 mod state;
 mod table;
 
+/// Calls a method with the type of the counter that a quota has: the arithmetic of a bucket is
+/// chosen here, once.
+macro_rules! by_counter {
+    ($quota:expr, $self:ident.$method:ident($($argument:expr),*)) => {
+        match $quota.algorithm() {
+            Algorithm::SlidingLog => $self.$method::<SlidingLog>($($argument),*),
+            Algorithm::SlidingCounter => $self.$method::<SlidingCounter>($($argument),*),
+            Algorithm::FixedWindow => $self.$method::<FixedWindow>($($argument),*),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket if $quota.fits_64_bits() => {
+                $self.$method::<Bucket<u64>>($($argument),*)
+            }
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                $self.$method::<Bucket<u128>>($($argument),*)
+            }
+        }
+    };
+}
+use by_counter;
+
 /// Number of shards: enough that scanning one is fast even with millions of keys, and few enough
 /// that all shard headers stay in the L1 cache.
 const SHARDS: usize = 256;
@@ -164,8 +183,7 @@ impl MemoryStore {
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
-        if action == Action::Acquire
-            && charge.quota().parameters().narrow().can_admit(charge.cost())
+        if action == Action::Acquire && charge.quota().parameters().admits_in_64_bits(charge.cost())
         {
             match self.acquire_now(charge) {
                 // The charge was not validated: that is up to the caller.
@@ -211,14 +229,7 @@ impl MemoryStore {
         charge: &Charge<'_>,
         check: impl FnOnce() -> Result<(), ChargeError>,
     ) -> Result<Decision, StoreError> {
-        match charge.quota().algorithm() {
-            Algorithm::SlidingLog => self.decide_as::<SlidingLog>(action, charge, check),
-            Algorithm::SlidingCounter => self.decide_as::<SlidingCounter>(action, charge, check),
-            Algorithm::FixedWindow => self.decide_as::<FixedWindow>(action, charge, check),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                self.decide_as::<Bucket>(action, charge, check)
-            }
-        }
+        by_counter!(charge.quota().parameters(), self.decide_as(action, charge, check))
     }
 
     /// Decides an acquire of an existing key, which is nearly every call, on a fast path, and

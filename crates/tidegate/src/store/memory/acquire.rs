@@ -8,7 +8,7 @@ use super::MemoryStore;
 use super::state::Usage;
 use super::table::Table;
 use crate::action::Action;
-use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, NarrowLevel, Parameters};
+use crate::algorithm::{Algorithm, Bucket, MAX_CLOCK_SKEW, Parameters};
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::key::{Fingerprint, PolicyRef};
@@ -21,7 +21,7 @@ impl MemoryStore {
     #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let (quota, cost) = (charge.quota(), charge.cost());
-        if !quota.parameters().narrow().can_admit(cost) {
+        if !quota.parameters().admits_in_64_bits(cost) {
             // The parts of the charge are passed in registers, so that the compiler can keep a
             // charge that the caller has just created out of memory.
             return by_field(self.acquire_any(charge.key(), quota, cost, charge.explicit_policy()));
@@ -50,8 +50,7 @@ impl MemoryStore {
     }
 
     /// Decides an acquire of a bucket. Nearly every one is of an existing key, which need not be
-    /// validated again, and takes a straight line of 64-bit arithmetic; see
-    /// [`NarrowBucket`](crate::algorithm::NarrowBucket).
+    /// validated again, and was written with this quota.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the frame of a call is a tenth of a decision")]
     fn acquire_bucket(
@@ -62,30 +61,37 @@ impl MemoryStore {
         policy: &PolicyRef<'_>,
     ) -> Result<Decision, StoreError> {
         let parameters = quota.parameters();
-        let narrow = parameters.narrow();
         let mut now = self.clock.now();
         let fingerprint = self.secret.fingerprint(key, policy.sum());
         let mut table = self.shard(fingerprint).lock();
-        'general: {
-            let Some(state) = table.get_state_mut(fingerprint) else { break 'general };
-            let Some((time, stored)) = state.bucket_of(parameters) else { break 'general };
+        'slow: {
+            let Some(state) = table.get_state_mut(fingerprint) else { break 'slow };
+            let Some(Bucket { time, parts }) = state.bucket_of(parameters) else { break 'slow };
+            let capacity = parameters.capacity_in_64_bits();
+            if parts > capacity {
+                // The burst was lowered.
+                break 'slow;
+            }
             if time > now {
                 // The clock stepped back; or another thread got the lock first, and this is its
                 // time.
                 if time - now > MAX_CLOCK_SKEW {
-                    break 'general;
+                    break 'slow;
                 }
                 now = time;
             }
-            let Some(before) = narrow.level(stored, now - time) else { break 'general };
-            let Some(after) = narrow.spend(before, cost) else {
+            let Some(drained) = (now - time).checked_mul(parameters.limit()) else { break 'slow };
+            let before = parts.saturating_sub(drained);
+            let after = before + cost * parameters.window();
+            if after > capacity {
                 state.mark_exhausted();
                 table.sweep(now, &self.capacity);
                 drop(table);
-                return Ok(denied(parameters, cost, before));
-            };
-            let remaining = narrow.remaining_above(after);
-            state.set_bucket(parameters, now, after.0, Usage::of(parameters, remaining));
+                return Ok(denied(parameters, before, after - capacity));
+            }
+            let remaining = parameters.burst() - parameters.window_reciprocal().divide_up(after);
+            let bucket = Bucket { time: now, parts: after };
+            state.set_bucket(parameters, &bucket, Usage::of(parameters, remaining));
             table.sweep(now, &self.capacity);
             drop(table);
             return Ok(allowed(parameters, cost, after, remaining));
@@ -107,7 +113,7 @@ impl MemoryStore {
     ) -> Result<Decision, StoreError> {
         let charge = Charge::of_parts(key, quota, cost, policy);
         charge.check(Action::Acquire)?;
-        self.decide_slow::<Bucket>(Action::Acquire, &charge, fingerprint, table)
+        self.decide_slow::<Bucket<u64>>(Action::Acquire, &charge, fingerprint, table)
     }
 }
 
@@ -120,25 +126,28 @@ fn by_field(result: Result<Decision, StoreError>) -> Result<Decision, StoreError
     Ok(Decision { allowed, limit, remaining, retry_after, reset_after, delay, source })
 }
 
-/// Returns the decision that has led to this level.
+/// Returns the decision that has raised the level by `cost` to `after`.
 #[inline]
-fn allowed(quota: &Parameters, cost: u64, level: NarrowLevel, remaining: u64) -> Decision {
-    let narrow = quota.narrow();
-    let mut decision = Decision::allow(narrow.burst(), remaining)
-        .with_reset_after(Duration::from_micros(narrow.drain_time(level)));
+fn allowed(quota: &Parameters, cost: u64, after: u64, remaining: u64) -> Decision {
+    let drain_time = |parts| Duration::from_micros(quota.limit_reciprocal().divide_up(parts));
+    let mut decision =
+        Decision::allow(quota.burst(), remaining).with_reset_after(drain_time(after));
     if quota.algorithm() == Algorithm::LeakyBucket {
-        decision.delay = Duration::from_micros(narrow.delay(level, cost));
+        let before = after - cost * quota.window();
+        decision.delay = if before == 0 { Duration::ZERO } else { drain_time(before) };
     }
     decision
 }
 
-/// Returns the denial of a cost at this level.
+/// Returns the denial of a cost that would have raised the level from `before`, which is not 0,
+/// above the burst by `excess`.
 #[inline]
-fn denied(quota: &Parameters, cost: u64, level: NarrowLevel) -> Decision {
-    let narrow = quota.narrow();
-    Decision::deny(narrow.burst(), Duration::from_micros(narrow.wait(level, cost)))
-        .with_remaining(narrow.remaining(level))
-        .with_reset_after(Duration::from_micros(narrow.drain_time(level)))
+fn denied(quota: &Parameters, before: u64, excess: u64) -> Decision {
+    let drain_time = |parts| Duration::from_micros(quota.limit_reciprocal().divide_up(parts));
+    let level = quota.window_reciprocal().divide_up(before);
+    Decision::deny(quota.burst(), drain_time(excess))
+        .with_remaining(quota.burst() - level)
+        .with_reset_after(drain_time(before))
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! [`ChargeContext`]: one charge applied to its locked table.
 
-use super::MemoryStore;
 use super::capacity::{Lack, Reservation};
 use super::logs::Logs;
 use super::state::{CounterKind, PackedState, StoredCounter, Usage};
 use super::table::Table;
+use super::{MemoryStore, by_counter};
 use crate::action::Action;
 use crate::algorithm::{
     self, Algorithm, Bucket, FixedWindow, Operation, Parameters, RawDecision, SlidingCounter,
@@ -59,12 +59,7 @@ impl<'a> ChargeContext<'a> {
     /// Returns whether the units can be spent.
     #[inline]
     pub(super) fn fits(self, table: &mut Table) -> Fit {
-        match self.quota().algorithm() {
-            Algorithm::SlidingLog => self.fits_as::<SlidingLog>(table),
-            Algorithm::SlidingCounter => self.fits_as::<SlidingCounter>(table),
-            Algorithm::FixedWindow => self.fits_as::<FixedWindow>(table),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.fits_as::<Bucket>(table),
-        }
+        by_counter!(self.quota(), self.fits_as(table))
     }
 
     fn fits_as<C: StoredCounter>(self, table: &mut Table) -> Fit {
@@ -93,14 +88,7 @@ impl<'a> ChargeContext<'a> {
         table: &mut Table,
         reservation: &mut Reservation<'_>,
     ) -> Result<RawDecision, Lack> {
-        match self.quota().algorithm() {
-            Algorithm::SlidingLog => self.apply_as::<SlidingLog>(table, reservation),
-            Algorithm::SlidingCounter => self.apply_as::<SlidingCounter>(table, reservation),
-            Algorithm::FixedWindow => self.apply_as::<FixedWindow>(table, reservation),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                self.apply_as::<Bucket>(table, reservation)
-            }
-        }
+        by_counter!(self.quota(), self.apply_as(table, reservation))
     }
 
     pub(super) fn apply_as<C: StoredCounter>(
@@ -295,7 +283,7 @@ impl<'a> ChargeContext<'a> {
             CounterKind::Log => self.another_as::<SlidingLog>(state, logs),
             CounterKind::Counter => self.another_as::<SlidingCounter>(state, logs),
             CounterKind::Window => self.another_as::<FixedWindow>(state, logs),
-            CounterKind::Bucket => self.another_as::<Bucket>(state, logs),
+            CounterKind::Bucket => self.another_as::<Bucket<u128>>(state, logs),
         }
     }
 

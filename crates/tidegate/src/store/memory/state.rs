@@ -3,44 +3,43 @@
 //!
 //! | word | high bits | low bits |
 //! | --- | --- | --- |
-//! | 0 | time, 53 | lifetime, its low 5; usage, 3; wide, 1; kind, 2 |
+//! | 0 | time, 53 | usage, 3; wide, 1; kind, 2; power of the lifetime, 5 |
 //! | 1 | units, 64 | |
-//! | 2 | parts, 45 | lifetime, its high 19 |
+//! | 2 | parts, 45 | number of the lifetime, 19 |
 //!
 //! No `Quota` needs more: the maximum is 10^12 units and a window of 366 days in microseconds. The
-//! units of a bucket are its level in W-ths of a unit, and its parts are the window W, so that
-//! [`NarrowBucket`](crate::algorithm::NarrowBucket) needs neither. A *wide* bucket, whose level
-//! would not fit 64 bits, has the whole units, a tag of the window, and the fraction.
+//! units of a bucket are its level in W-ths of a unit, and its parts are the window W. A *wide*
+//! bucket, whose level would not fit 64 bits, has the whole units, a tag of the window, and the fraction.
 //!
 //! The [lifetime](Lifetime) is rounded up; the sweep uses it to find expired entries. The
 //! [usage](Usage) decides which entries a full store evicts.
 
 use super::logs::Logs;
 use crate::algorithm::{
-    Bucket, Counter, FixedWindow, Lifetime, LogGrowth, Parameters, SlidingCounter, SlidingLog,
+    Bucket, Counter, FixedWindow, Lifetime, LogGrowth, Parameters, Parts, SlidingCounter,
+    SlidingLog,
 };
 
 /// The latest time that a state can hold: the year 2255.
 pub(super) const MAX_TIME: u64 = (1 << (64 - TIME_SHIFT)) - 1;
 
+const KIND_SHIFT: u32 = Lifetime::POWER_BITS;
 const KIND_BITS: u32 = 2;
-const WIDE: u64 = 1 << KIND_BITS;
-const USAGE_SHIFT: u32 = KIND_BITS + 1;
+const KIND_MASK: u64 = low_bits(KIND_BITS) << KIND_SHIFT;
+const WIDE: u64 = 1 << (KIND_SHIFT + KIND_BITS);
+const USAGE_SHIFT: u32 = KIND_SHIFT + KIND_BITS + 1;
 const USAGE_BITS: u32 = 3;
 const USAGE_MASK: u64 = low_bits(USAGE_BITS) << USAGE_SHIFT;
-const LIFETIME_SHIFT: u32 = USAGE_SHIFT + USAGE_BITS;
-const LOW_LIFETIME_BITS: u32 = 5;
-const TIME_SHIFT: u32 = LIFETIME_SHIFT + LOW_LIFETIME_BITS;
-const HIGH_LIFETIME_BITS: u32 = 19;
+const TIME_SHIFT: u32 = USAGE_SHIFT + USAGE_BITS;
 const TAG_BITS: u32 = 24;
 
 /// The type of a stored counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CounterKind {
-    Log = 0,
-    Counter = 1,
-    Window = 2,
-    Bucket = 3,
+    Bucket = 0,
+    Log = 1,
+    Counter = 2,
+    Window = 3,
 }
 
 /// A counter packed into three words.
@@ -106,20 +105,23 @@ pub(super) trait StoredCounter: Counter + Default {
     }
 }
 
-impl StoredCounter for Bucket {
+impl<N: StoredParts> StoredCounter for Bucket<N> {
     const KIND: CounterKind = CounterKind::Bucket;
 
     #[inline]
     fn unpack(state: PackedState, quota: &Parameters, _logs: &mut Logs) -> Self {
-        let (time, units, parts) = (state.time(), state.units(), state.parts());
-        if state.0[0] & WIDE != 0 {
-            let window = quota.window();
-            let is_same = units & low_bits(TAG_BITS) == window_tag(window) && parts < window;
-            let window = if is_same { window } else { 0 };
-            return Self { time, level: units >> TAG_BITS, part: parts, window };
+        let is_wide = state.0[0] & WIDE != 0;
+        let parts = if !is_wide && state.parts() == quota.window() {
+            N::product(state.units(), 1)
+        } else {
+            parts_of_another(state, quota, is_wide)
+        };
+        let bucket = Self { time: state.time(), parts };
+        if bucket.has_overdraft(quota) {
+            let max = Self::parts_of(quota, quota.max_level(), 0);
+            return Self { parts: parts.min(max), ..bucket };
         }
-        let window = parts.max(1);
-        Self { time, level: units / window, part: units % window, window }
+        bucket
     }
 
     #[inline]
@@ -130,7 +132,7 @@ impl StoredCounter for Bucket {
         _before: Option<PackedState>,
         _logs: &mut Logs,
     ) -> PackedState {
-        self.packed(quota, usage)
+        self.parts.packed(self.time, quota, bucket_lifetime(&self, quota)).with_usage(usage)
     }
 
     #[inline]
@@ -139,23 +141,45 @@ impl StoredCounter for Bucket {
     }
 }
 
-impl Bucket {
-    /// Packs a bucket that was advanced with this quota.
+/// Returns the level of a bucket that a different quota, or one beyond 64 bits, has written.
+#[cold]
+fn parts_of_another<N: Parts>(state: PackedState, quota: &Parameters, is_wide: bool) -> N {
+    let (units, fraction, is_same_window) = if is_wide {
+        let tag = state.units() & low_bits(TAG_BITS);
+        let is_same = tag == window_tag(quota.window()) && state.parts() < quota.window();
+        (state.units() >> TAG_BITS, state.parts(), is_same)
+    } else {
+        let window = state.parts().max(1);
+        (state.units() / window, state.units() % window, window == quota.window())
+    };
+    // A fraction of another window is rounded up to a whole unit, which never admits too much.
+    let (units, fraction) =
+        if is_same_window { (units, fraction) } else { (units + u64::from(fraction > 0), 0) };
+    Bucket::<N>::parts_of(quota, units, fraction)
+}
+
+/// The level of a bucket, as it is stored.
+pub(super) trait StoredParts: Parts {
+    fn packed(self, time: u64, quota: &Parameters, lifetime: Lifetime) -> PackedState;
+}
+
+impl StoredParts for u64 {
     #[inline]
-    fn packed(self, quota: &Parameters, usage: Usage) -> PackedState {
-        let Self { time, level, part, .. } = self;
-        debug_assert!(level < 1 << 40 && part < quota.window(), "{self:?}");
-        let lifetime = bucket_lifetime(level, quota);
-        let state = if quota.narrow().fits() {
-            let window = quota.window();
-            PackedState::new(Self::KIND, time, level * window + part, window, lifetime)
-        } else {
-            let units = level << TAG_BITS | window_tag(quota.window());
-            let mut state = PackedState::new(Self::KIND, time, units, part, lifetime);
-            state.0[0] |= WIDE;
-            state
-        };
-        state.with_usage(usage)
+    fn packed(self, time: u64, quota: &Parameters, lifetime: Lifetime) -> PackedState {
+        PackedState::new(CounterKind::Bucket, time, self, quota.window(), lifetime)
+    }
+}
+
+impl StoredParts for u128 {
+    fn packed(self, time: u64, quota: &Parameters, lifetime: Lifetime) -> PackedState {
+        let window = Self::from(quota.window());
+        let [level, fraction] =
+            [self / window, self % window].map(|part| u64::try_from(part).unwrap_or(u64::MAX));
+        debug_assert!(level < 1 << 40, "{self}");
+        let units = level << TAG_BITS | window_tag(quota.window());
+        let mut state = PackedState::new(CounterKind::Bucket, time, units, fraction, lifetime);
+        state.0[0] |= WIDE;
+        state
     }
 }
 
@@ -259,11 +283,10 @@ impl PackedState {
     #[inline]
     fn new(kind: CounterKind, time: u64, units: u64, parts: u64, lifetime: Lifetime) -> Self {
         debug_assert!(time <= MAX_TIME && parts < 1 << 45, "{time} {parts}");
-        let low_lifetime = lifetime.to_bits() & low_bits(LOW_LIFETIME_BITS);
         Self([
-            time << TIME_SHIFT | low_lifetime << LIFETIME_SHIFT | kind as u64,
+            time << TIME_SHIFT | (kind as u64) << KIND_SHIFT | lifetime.power,
             units,
-            parts << HIGH_LIFETIME_BITS | lifetime.to_bits() >> LOW_LIFETIME_BITS,
+            parts << Lifetime::NUMBER_BITS | lifetime.number,
         ])
     }
 
@@ -289,12 +312,12 @@ impl PackedState {
 
     pub(super) fn kind(self) -> CounterKind {
         const KINDS: [CounterKind; 1 << KIND_BITS] =
-            [CounterKind::Log, CounterKind::Counter, CounterKind::Window, CounterKind::Bucket];
-        KINDS[usize::from(self.0[0].to_le_bytes()[0]) % KINDS.len()]
+            [CounterKind::Bucket, CounterKind::Log, CounterKind::Counter, CounterKind::Window];
+        KINDS[usize::from(self.0[0].to_le_bytes()[0] >> KIND_SHIFT) % KINDS.len()]
     }
 
     pub(super) fn is_of(self, kind: CounterKind) -> bool {
-        self.0[0] & low_bits(KIND_BITS) == kind as u64
+        self.0[0] & KIND_MASK == (kind as u64) << KIND_SHIFT
     }
 
     /// Returns the time of the last write, or the start of the window.
@@ -307,31 +330,30 @@ impl PackedState {
     }
 
     fn parts(self) -> u64 {
-        self.0[2] >> HIGH_LIFETIME_BITS
+        self.0[2] >> Lifetime::NUMBER_BITS
     }
 
-    /// Returns the time and the level of a bucket of this quota, if it fits 64 bits and has no
-    /// overdraft: the bits that depend only on the quota are the same.
+    /// Returns a bucket that was written with this quota, which fits 64 bits, and has no overdraft:
+    /// the bits that depend only on the quota are the same.
     #[inline]
-    pub(super) fn bucket_of(&self, quota: &Parameters) -> Option<(u64, u64)> {
-        let [time, level, window] = self.0;
-        let Self([low, _, same_window]) = Self::empty_bucket(quota);
-        let is_same =
-            window == same_window && (time ^ low) & low_bits(TIME_SHIFT) & !USAGE_MASK == 0;
-        is_same.then_some((time >> TIME_SHIFT, level))
+    pub(super) fn bucket_of(&self, quota: &Parameters) -> Option<Bucket<u64>> {
+        let [time, parts, window] = self.0;
+        let low = Self::low_bits_of_bucket(quota);
+        let is_same = window == quota.window_with_lifetime() && time & low_bits(USAGE_SHIFT) == low;
+        is_same.then_some(Bucket { time: time >> TIME_SHIFT, parts })
     }
 
-    /// Changes the time and the level of such a bucket.
+    /// Changes such a bucket.
     #[inline]
-    pub(super) fn set_bucket(&mut self, quota: &Parameters, time: u64, level: u64, usage: Usage) {
-        let Self([low, ..]) = Self::empty_bucket(quota);
-        self.0[0] = time << TIME_SHIFT | low | usage.0 << USAGE_SHIFT;
-        self.0[1] = level;
+    pub(super) fn set_bucket(&mut self, quota: &Parameters, bucket: &Bucket<u64>, usage: Usage) {
+        let low = Self::low_bits_of_bucket(quota);
+        self.0[0] = bucket.time << TIME_SHIFT | low | usage.0 << USAGE_SHIFT;
+        self.0[1] = bucket.parts;
     }
 
     #[inline]
-    fn empty_bucket(quota: &Parameters) -> Self {
-        Self::new(CounterKind::Bucket, 0, 0, quota.window(), quota.lifetime())
+    fn low_bits_of_bucket(quota: &Parameters) -> u64 {
+        (CounterKind::Bucket as u64) << KIND_SHIFT | quota.lifetime().power
     }
 
     /// Returns the index of a log in [`Logs`], which takes the place of the units.
@@ -360,12 +382,12 @@ impl PackedState {
     #[cold]
     pub(super) fn with_lifetime_for(self, kind: CounterKind, quota: &Parameters) -> Self {
         let [time, units, parts] = self.0;
-        let lifetime = self.lifetime_for(kind, quota).to_bits();
-        let low_mask = low_bits(LOW_LIFETIME_BITS) << LIFETIME_SHIFT;
+        let lifetime = self.lifetime_for(kind, quota);
+        let power_mask = low_bits(Lifetime::POWER_BITS);
         Self([
-            time & !low_mask | lifetime << LIFETIME_SHIFT & low_mask,
+            time & !power_mask | lifetime.power,
             units,
-            parts & !low_bits(HIGH_LIFETIME_BITS) | lifetime >> LOW_LIFETIME_BITS,
+            parts & !low_bits(Lifetime::NUMBER_BITS) | lifetime.number,
         ])
     }
 
@@ -379,23 +401,25 @@ impl PackedState {
     #[inline]
     fn lifetime_for(self, kind: CounterKind, quota: &Parameters) -> Lifetime {
         if kind == CounterKind::Bucket {
-            bucket_lifetime(Bucket::unpack(self, quota, &mut Logs::default()).level, quota)
+            bucket_lifetime(&Bucket::<u128>::unpack(self, quota, &mut Logs::default()), quota)
         } else {
             quota.lifetime()
         }
     }
 
     fn lifetime(self) -> Lifetime {
-        let low = self.0[0] >> LIFETIME_SHIFT & low_bits(LOW_LIFETIME_BITS);
-        Lifetime::from_bits((self.0[2] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS | low)
+        Lifetime {
+            power: self.0[0] & low_bits(Lifetime::POWER_BITS),
+            number: self.0[2] & low_bits(Lifetime::NUMBER_BITS),
+        }
     }
 }
 
-/// Returns the lifetime of a bucket. An overdrawn bucket holds up to [ten times](Parameters::max_level)
-/// its burst and takes that much longer to drain.
+/// Returns the lifetime of a bucket. An overdrawn bucket holds up to
+/// [ten times](Parameters::max_level) its burst and takes that much longer to drain.
 #[inline]
-fn bucket_lifetime(level: u64, quota: &Parameters) -> Lifetime {
-    if level > quota.burst() { quota.overdraft_lifetime() } else { quota.lifetime() }
+fn bucket_lifetime<N: Parts>(bucket: &Bucket<N>, quota: &Parameters) -> Lifetime {
+    if bucket.has_overdraft(quota) { quota.overdraft_lifetime() } else { quota.lifetime() }
 }
 
 /// Returns a hash of the window, by which a wide bucket knows whether its fraction is of the same
@@ -417,7 +441,11 @@ mod tests {
         Parameters::new(Algorithm::TokenBucket, limit, window, burst)
     }
 
-    fn unpack(state: PackedState, quota: &Parameters) -> Bucket {
+    fn pack<N: StoredParts>(bucket: Bucket<N>, quota: &Parameters, usage: Usage) -> PackedState {
+        bucket.pack(quota, usage, None, &mut Logs::default())
+    }
+
+    fn unpack<N: StoredParts>(state: PackedState, quota: &Parameters) -> Bucket<N> {
         Bucket::unpack(state, quota, &mut Logs::default())
     }
 
@@ -425,10 +453,12 @@ mod tests {
     fn largest_numbers_of_a_quota_fit() {
         let window = 366 * 86_400 * 1_000_000;
         let (quota, wide) = (bucket(1, window, 10), bucket(MAX_LIMIT, window, MAX_LIMIT));
-        for (quota, level) in [(&quota, quota.max_level()), (&wide, MAX_LIMIT)] {
-            let part = quota.window() - 1;
-            let bucket = Bucket { time: MAX_TIME, level, part, window: quota.window() };
-            let state = bucket.packed(quota, Usage::EXHAUSTED);
+        let narrow = Bucket { time: MAX_TIME, parts: Bucket::<u64>::parts_of(&quota, u64::MAX, 0) };
+        assert_eq!(unpack(pack(narrow, &quota, Usage::EXHAUSTED), &quota), narrow);
+        for quota in [&quota, &wide] {
+            let parts = Bucket::<u128>::parts_of(quota, quota.max_level() - 1, quota.window() - 1);
+            let bucket = Bucket { time: MAX_TIME, parts };
+            let state = pack(bucket, quota, Usage::EXHAUSTED);
             assert_eq!(unpack(state, quota), bucket);
             assert!(state.is_of(CounterKind::Bucket) && !state.is_of(CounterKind::Window));
             let lives = MAX_TIME + quota.overdraft_lifetime().millis() * 1_000;
@@ -438,8 +468,8 @@ mod tests {
         }
         let drain = 10 * quota.window();
         let expiry = |level| {
-            let bucket = Bucket { time: 7, level, ..Bucket::default() };
-            bucket.packed(&quota, Usage::default()).expires_at() - 7
+            let parts = Bucket::<u64>::parts_of(&quota, level, 0);
+            pack(Bucket { time: 7, parts }, &quota, Usage::default()).expires_at() - 7
         };
         let rounded_up = |micros: u64| micros..=micros + micros / 250_000;
         assert!(rounded_up(drain).contains(&expiry(quota.burst())));
@@ -450,14 +480,12 @@ mod tests {
     fn a_bucket_of_its_quota_is_changed_like_a_packed_one() {
         let quota = bucket(100, 60_000_000, 100);
         let window = quota.window();
-        let packed = |time, level, part, usage| {
-            Bucket { time, level, part, ..Bucket::default() }.packed(&quota, usage)
-        };
-        let mut state = packed(1, 100, 0, Usage::EXHAUSTED);
-        assert_eq!(state.bucket_of(&quota), Some((1, 100 * window)));
+        let packed = |time, parts: u64, usage| pack(Bucket { time, parts }, &quota, usage);
+        let mut state = packed(1, 100 * window, Usage::EXHAUSTED);
+        assert_eq!(state.bucket_of(&quota), Some(Bucket { time: 1, parts: 100 * window }));
         for (level, usage) in [(98, Usage::of(&quota, 1)), (99, Usage::of(&quota, 0))] {
-            state.set_bucket(&quota, 9, level * window + 7, usage);
-            assert_eq!(state, packed(9, level, 7, usage));
+            state.set_bucket(&quota, &Bucket { time: 9, parts: level * window + 7 }, usage);
+            assert_eq!(state, packed(9, level * window + 7, usage));
         }
         assert_eq!(state.bucket_of(&bucket(100, 61_000_000, 100)), None);
         let longer = bucket(100, 60_000_000, 101);
@@ -470,10 +498,14 @@ mod tests {
         // A hash of eight bits would be the same for 18 seconds and a day.
         for limit in [1, MAX_LIMIT] {
             let (before, after) = (quota(limit, 18), quota(limit, 86_400));
-            let bucket = Bucket { part: 5, window: before.window(), ..Bucket::default() };
-            let state = bucket.packed(&before, Usage::default());
-            assert_eq!(unpack(state, &before).window, before.window());
-            assert_ne!(unpack(state, &after).window, after.window(), "{limit}");
+            let state = if before.fits_64_bits() {
+                pack(Bucket { time: 0, parts: 5_u64 }, &before, Usage::default())
+            } else {
+                pack(Bucket { time: 0, parts: 5_u128 }, &before, Usage::default())
+            };
+            assert_eq!(unpack::<u128>(state, &before).parts, 5);
+            let rounded_up = u128::from(after.window());
+            assert_eq!(unpack::<u128>(state, &after).parts, rounded_up, "{limit}");
         }
     }
 

@@ -306,7 +306,7 @@ mod tests {
     /// Returns a state that is identified by its expiry.
     fn state(expires_at: u64) -> PackedState {
         let quota = Parameters::new(Algorithm::TokenBucket, 1, expires_at, 1);
-        Bucket::default().pack(&quota, Usage::default(), None, &mut Logs::default())
+        Bucket::<u64>::default().pack(&quota, Usage::default(), None, &mut Logs::default())
     }
 
     fn check(table: &mut Table, model: &BTreeMap<Fingerprint, PackedState>) {
