@@ -29,6 +29,7 @@ use tower::Service;
 
 use tidegate_config::GatewayConfig;
 use tidegate_net::listener::{self, Peer};
+use tidegate_service::metrics::MetricsSection;
 use tidegate_service::state::ServerState;
 
 mod access_log;
@@ -85,6 +86,7 @@ fn service(
     let upstreams = Arc::new(upstreams);
     let access_log = settings.access_log.as_ref().map(AccessLog::start).transpose()?;
     let telemetry = Arc::new(Telemetry::new(access_log, Arc::clone(&upstreams)));
+    state.metrics.register(Arc::clone(&telemetry) as Arc<dyn MetricsSection>);
     state.set_proxy(Arc::clone(&telemetry) as Arc<dyn tidegate_service::state::Proxy>);
     let tls = CurrentTls::new(Arc::clone(state)).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tidegate_api::admin::UpstreamHealth;
+use tidegate_service::metrics::MetricsSection;
 use tidegate_service::state::Proxy;
 
 use super::access_log::AccessLog;
@@ -26,7 +27,7 @@ impl Telemetry {
     }
 }
 
-impl Proxy for Telemetry {
+impl MetricsSection for Telemetry {
     fn write_metrics(&self, text: &mut String) {
         self.metrics.write(text);
         metrics::write_upstreams(text, self.upstreams.iter());
@@ -34,7 +35,9 @@ impl Proxy for Telemetry {
             log.write_metrics(text);
         }
     }
+}
 
+impl Proxy for Telemetry {
     fn upstreams(&self) -> Vec<UpstreamHealth> {
         let health = self.upstreams.iter().map(|upstream| UpstreamHealth {
             url: upstream.metrics.url.clone(),

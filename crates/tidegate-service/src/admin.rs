@@ -130,16 +130,13 @@ async fn authorize(
     responses((status = 200, description = "Metrics", body = String), AccessProblems)
 )]
 async fn all_metrics(State(admin): State<Admin>) -> Response {
-    let mut text = admin.state.metrics.text(&admin.state.backend);
+    let mut text = admin.state.metrics.text();
     let active = admin.state.active();
     let policies = active.policies().iter().map(Policy::name);
     admin.state.metrics.write_unmatched(&mut text, policies);
     admin.state.reloads.write_metrics(&mut text);
     metrics::write_config_info(&mut text, &admin.state.active_guard().hash);
     admin.live.write_metrics(&mut text);
-    if let Some(proxy) = admin.state.proxy() {
-        proxy.write_metrics(&mut text);
-    }
     let process = tokio::task::spawn_blocking(|| {
         let mut text = String::new();
         metrics::process::write(&mut text);

@@ -15,8 +15,10 @@ use tidegate::{
 use tracing::Instrument as _;
 
 use crate::logs::TRACE;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, MetricsSection, write_numbers};
 use tidegate_config::{RedisConfig, StoreConfig};
+
+mod redis_metrics;
 
 /// Store of the service.
 #[expect(clippy::large_enum_variant, reason = "a process has only one backend")]
@@ -69,6 +71,34 @@ type CachedRedis = DenyCache<InstrumentedStore<RedisStore>>;
 pub struct InstrumentedStore<S> {
     store: S,
     metrics: Arc<Metrics>,
+}
+
+impl MetricsSection for Backend {
+    fn write_metrics(&self, text: &mut String) {
+        write_memory(text, self.memory_store());
+        let is_up = self.redis().is_none_or(RedisBackend::is_up);
+        let help = "Whether the store is available.";
+        write_numbers(text, &[("tidegate_store_up", "gauge", help, u64::from(is_up))]);
+        if let Some(redis) = self.redis() {
+            redis_metrics::write(text, redis);
+        }
+    }
+}
+
+/// Writes the metrics of the counts in this process.
+fn write_memory(text: &mut String, memory: &MemoryStore) {
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    #[rustfmt::skip]
+    let numbers = [
+        ("tidegate_memory_keys", "gauge",
+            "Keys in the memory of this process.", count(memory.keys())),
+        ("tidegate_memory_max_keys", "gauge",
+            "Keys that the memory of this process has room for.", count(memory.max_keys())),
+        ("tidegate_memory_evicted_keys_total", "counter",
+            "Keys within their quota that full memory forgot to make room for new ones.",
+            memory.evicted_keys()),
+    ];
+    write_numbers(text, &numbers);
 }
 
 impl Backend {

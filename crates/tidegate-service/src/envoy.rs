@@ -15,6 +15,7 @@ use tower::ServiceExt as _;
 
 use crate::auth::{self, AuthListener};
 use crate::logs;
+use crate::metrics::MetricsSection;
 use crate::state::ServerState;
 use tidegate_config::{AuthError, Scope};
 use tidegate_net::listener::{BufferBudget, Peer, Request};
@@ -29,8 +30,7 @@ mod request;
 use grpc::{CallError, GrpcBody, GrpcResponse, MessageReader};
 use message_buffer::ConnectionBudget;
 use plan::DescriptorPlan;
-use rejection::Rejection;
-pub(crate) use rejection::RejectionCounters;
+use rejection::{Rejection, RejectionCounters};
 use tidegate_api::DESCRIPTORS;
 use tidegate_api::envoy::config::core::v3::HeaderValue;
 use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{
@@ -52,6 +52,7 @@ const MAX_TONIC_MESSAGE_BYTES: usize = 16 * 1024;
 /// Rate limit service, with gRPC health and reflection.
 pub(crate) struct Envoy {
     state: Arc<ServerState>,
+    rejections: Arc<RejectionCounters>,
     /// Health and reflection.
     tonic_routes: Router,
     buffered: Arc<BufferBudget>,
@@ -82,7 +83,10 @@ impl Envoy {
             .add_service(reflection().build_v1()?.max_decoding_message_size(max))
             .add_service(reflection().build_v1alpha()?.max_decoding_message_size(max));
         let tonic_routes = routes.into_axum_router();
-        Ok(Arc::new(Self { state, tonic_routes, buffered: message_buffer::total_budget() }))
+        let rejections = Arc::<RejectionCounters>::default();
+        state.metrics.register(Arc::clone(&rejections) as Arc<dyn MetricsSection>);
+        let buffered = message_buffer::total_budget();
+        Ok(Arc::new(Self { state, rejections, tonic_routes, buffered }))
     }
 
     /// Returns the service for one connection. Rate limit calls are answered by a plain hyper
@@ -114,7 +118,7 @@ impl Envoy {
                     Ok(response) => Ok(response),
                     Err(CallError::Failed(status)) => Ok(status.into_http()),
                     Err(CallError::Rejected(rejection)) => {
-                        Ok(rejection.into_response(&envoy.state.metrics.envoy_rejections))
+                        Ok(rejection.into_response(&envoy.rejections))
                     }
                 }
             }

@@ -8,19 +8,15 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use tidegate::{MemoryStore, Source, StoreError};
+use tidegate::{Source, StoreError};
 
 use crate::auth::AuthFailures;
-use crate::backend::{Backend, RedisBackend};
-use crate::envoy::RejectionCounters;
 use crate::logs::{self, panics};
-use crate::resp::RespCounters;
 use tidegate_net::listener::ClosedConnections;
 
 pub mod counters;
 pub mod histogram;
 pub mod process;
-mod redis;
 mod requests;
 pub mod stalls;
 
@@ -29,7 +25,7 @@ pub use histogram::Histogram;
 use requests::RequestMetrics;
 pub use requests::RequestOutcome;
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Metrics {
     /// Outcomes of every policy since the start, so that a reload resets no counter.
     outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
@@ -45,9 +41,15 @@ pub struct Metrics {
     incomplete_forward_auth: [AtomicU64; PARTS],
     upstream_retries: AtomicU64,
     pub closed_connections: Arc<ClosedConnections>,
-    pub envoy_rejections: RejectionCounters,
-    pub resp: RespCounters,
     pub auth_failures: AuthFailures,
+    /// Metrics of the store and of the front doors, in the order of their start.
+    sections: RwLock<Vec<Arc<dyn MetricsSection>>>,
+}
+
+/// Metrics that a part of the service owns, and registers at its start.
+pub trait MetricsSection: Send + Sync {
+    /// Appends the metrics in the text format.
+    fn write_metrics(&self, text: &mut String);
 }
 
 /// Decisions of one policy, by outcome.
@@ -114,6 +116,11 @@ impl Outcomes {
 }
 
 impl Metrics {
+    /// Adds the metrics of a part of the service.
+    pub fn register(&self, section: Arc<dyn MetricsSection>) {
+        self.sections.write().unwrap_or_else(PoisonError::into_inner).push(section);
+    }
+
     /// Returns the counters of a policy.
     pub fn outcomes(&self, policy: &str) -> Arc<Outcomes> {
         let mut all = self.outcomes.write().unwrap_or_else(PoisonError::into_inner);
@@ -239,27 +246,8 @@ impl Metrics {
         }
     }
 
-    /// Writes the metrics of the Redis protocol.
-    fn write_resp(&self, text: &mut String) {
-        #[rustfmt::skip]
-        let numbers = [
-            ("tidegate_resp_connections", "gauge",
-                "Open connections of Redis clients.", self.resp.connections()),
-            ("tidegate_resp_errors_total", "counter",
-                "Error replies to Redis clients.", self.resp.errors()),
-        ];
-        write_numbers(text, &numbers);
-        let help = "Commands of Redis clients, by command.";
-        write_labelled(
-            text,
-            ("tidegate_resp_commands_total", "command"),
-            help,
-            self.resp.commands(),
-        );
-    }
-
     /// Returns all metrics in the text format, version 0.0.4.
-    pub fn text(&self, backend: &Backend) -> String {
+    pub fn text(&self) -> String {
         let mut text = String::with_capacity(8 * 1024);
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         self.write_outcomes(&mut text);
@@ -277,23 +265,10 @@ impl Metrics {
         );
         write_labelled(
             &mut text,
-            ("tidegate_envoy_rejections_total", "reason"),
-            "Calls of Envoy that were denied because they cannot be decided, by reason.",
-            self.envoy_rejections.counts(),
-        );
-        write_labelled(
-            &mut text,
             ("tidegate_store_errors_total", "kind"),
             "Failed calls to the store, by kind of error.",
             ERROR_KINDS.iter().zip(self.store_errors.iter().map(load)),
         );
-        write_memory(&mut text, backend.memory_store());
-        let is_up = backend.redis().is_none_or(RedisBackend::is_up);
-        let help = "Whether the store is available.";
-        write_numbers(&mut text, &[("tidegate_store_up", "gauge", help, u64::from(is_up))]);
-        if let Some(redis) = backend.redis() {
-            redis::write(&mut text, redis);
-        }
         write_labelled(
             &mut text,
             ("tidegate_config_reloads_total", "outcome"),
@@ -334,7 +309,9 @@ impl Metrics {
             "Wrong tokens of clients, by listener.",
             self.auth_failures.counts(),
         );
-        self.write_resp(&mut text);
+        for section in self.sections.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            section.write_metrics(&mut text);
+        }
         let (info, help) = (("tidegate_build_info", "version"), "Version of the running process.");
         write_gauges(&mut text, info, help, [(env!("CARGO_PKG_VERSION"), 1)]);
         text
@@ -352,7 +329,7 @@ pub fn write_labelled(
 }
 
 /// Writes a gauge for each value of a label.
-fn write_gauges(
+pub fn write_gauges(
     text: &mut String,
     name_and_label: (&str, &str),
     help: &str,
@@ -389,22 +366,6 @@ pub fn write_config_info(text: &mut String, hash: &str) {
     write_gauges(text, ("tidegate_config_info", "hash"), help, [(hash, 1)]);
 }
 
-/// Writes the metrics of the counts in this process.
-fn write_memory(text: &mut String, memory: &MemoryStore) {
-    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-    #[rustfmt::skip]
-    let numbers = [
-        ("tidegate_memory_keys", "gauge",
-            "Keys in the memory of this process.", count(memory.keys())),
-        ("tidegate_memory_max_keys", "gauge",
-            "Keys that the memory of this process has room for.", count(memory.max_keys())),
-        ("tidegate_memory_evicted_keys_total", "counter",
-            "Keys within their quota that full memory forgot to make room for new ones.",
-            memory.evicted_keys()),
-    ];
-    write_numbers(text, &numbers);
-}
-
 /// Writes the description and the type of a metric.
 pub fn head(text: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
@@ -419,18 +380,13 @@ pub fn escaped(value: &str) -> String {
 mod tests {
     use super::*;
 
-    fn memory() -> Backend {
-        Backend::memory(tidegate::MemoryStore::new(), Arc::default())
-    }
-
     #[test]
     fn policy_names_are_escaped_in_labels() {
         let metrics = Metrics::default();
         metrics.outcomes("a\"} 1\nb\\").count(true, false);
-        let backend = memory();
         assert!(
             metrics
-                .text(&backend)
+                .text()
                 .contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#)
         );
     }

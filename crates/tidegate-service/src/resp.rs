@@ -9,6 +9,7 @@ use std::sync::Arc;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 
+use crate::metrics::{Metrics, MetricsSection};
 use crate::state::ServerState;
 use tidegate_net::listener::{self, Accepted, BufferBudget, CloseReason, ListenerConfig, Peer};
 
@@ -23,16 +24,33 @@ mod session;
 mod tests;
 mod transaction;
 
-pub(crate) use command::RespCounters;
+use command::RespCounters;
 use session::RespSession;
 
 /// Number of bytes in the larger buffers of all connections: a thousand of the longest commands.
 const MAX_BUFFERED_BYTES: usize = 64 * 1024 * 1024;
 
+/// State that all connections share.
+#[derive(Debug)]
+pub(crate) struct RespShared {
+    /// Budget of the buffers of all connections.
+    pub(crate) budget: Arc<BufferBudget>,
+    pub(crate) counters: Arc<RespCounters>,
+}
+
+impl RespShared {
+    /// Registers the counters, even if no listener is open: dashboards know their names.
+    pub(crate) fn new(metrics: &Metrics) -> Arc<Self> {
+        let counters = Arc::<RespCounters>::default();
+        metrics.register(Arc::clone(&counters) as Arc<dyn MetricsSection>);
+        Arc::new(Self { budget: BufferBudget::new(MAX_BUFFERED_BYTES), counters })
+    }
+}
+
 /// Redis protocol on one connection.
 pub(crate) struct Resp {
     state: Arc<ServerState>,
-    budget: Arc<BufferBudget>,
+    shared: Arc<RespShared>,
     peer: Peer,
     is_remote: bool,
 }
@@ -42,16 +60,11 @@ impl Resp {
     /// connect to its listener.
     pub(crate) fn new(
         state: &Arc<ServerState>,
-        budget: &Arc<BufferBudget>,
+        shared: &Arc<RespShared>,
         peer: Peer,
         is_remote: bool,
     ) -> Self {
-        Self { state: Arc::clone(state), budget: Arc::clone(budget), peer, is_remote }
-    }
-
-    /// Returns the budget of the buffers of all connections.
-    pub(crate) fn budget() -> Arc<BufferBudget> {
-        BufferBudget::new(MAX_BUFFERED_BYTES)
+        Self { state: Arc::clone(state), shared: Arc::clone(shared), peer, is_remote }
     }
 }
 
@@ -68,7 +81,7 @@ impl listener::Protocol for Resp {
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let session = RespSession::new(self.state, &self.budget, self.peer, self.is_remote);
-        listener::serve_session(stream, session, &self.budget, accepted, stop, config).await
+        let session = RespSession::new(self.state, &self.shared, self.peer, self.is_remote);
+        listener::serve_session(stream, session, &self.shared.budget, accepted, stop, config).await
     }
 }

@@ -19,7 +19,7 @@ use crate::api::browser::BrowserGuard;
 use crate::envoy::Envoy;
 use crate::metrics::stalls;
 use crate::reload::{ConfigSource, RestartOnlyConfig};
-use crate::resp::Resp;
+use crate::resp::{Resp, RespShared};
 use crate::state::ServerState;
 use crate::{api, reload};
 use tidegate_config::{Config, Listen, OPEN_LISTENER, RedisConfig, StoreConfig};
@@ -235,8 +235,10 @@ impl Service {
             },
         ));
         let shutdown_delay = listen.shutdown_delay;
+        let resp_shared = RespShared::new(&state.metrics);
         let resp = resp_listener.map(|listener| {
-            tokio::spawn(serve_resp(listener, Arc::clone(&state), stopped.clone(), listen))
+            let state = Arc::clone(&state);
+            tokio::spawn(serve_resp(listener, state, resp_shared, stopped.clone(), listen))
         });
         let (unready, _) = watch::channel(false);
         Ok(Self {
@@ -294,6 +296,7 @@ impl Service {
 async fn serve_resp(
     listener: Socket,
     state: Arc<ServerState>,
+    shared: Arc<RespShared>,
     stopped: watch::Receiver<bool>,
     listen: Listen,
 ) {
@@ -308,9 +311,8 @@ async fn serve_resp(
         config.alpn_protocols.clear();
         Some(Arc::new(config))
     };
-    let budget = Resp::budget();
     let is_remote = listener.address().is_ok_and(|address| address.is_remote());
-    let protocol = |peer| Resp::new(&state, &budget, peer, is_remote);
+    let protocol = |peer| Resp::new(&state, &shared, peer, is_remote);
     listener::serve_protocol(listener, protocol, tls, network, stopped, config).await;
 }
 

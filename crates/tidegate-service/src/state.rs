@@ -16,7 +16,7 @@ use crate::backend::Backend;
 use crate::forward_auth_parts::UsedParts;
 use crate::hot_keys::{self, HotKeys};
 use crate::logs::{self, DenialLog};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, MetricsSection};
 use crate::observer::DecisionObserver;
 use tidegate_api::admin::UpstreamHealth;
 use tidegate_config::envoy::{Limit, Rule, Unit, override_name};
@@ -44,8 +44,6 @@ pub struct ServerState {
 
 /// Reverse proxy of this process, as the admin API shows it.
 pub trait Proxy: Send + Sync {
-    fn write_metrics(&self, text: &mut String);
-
     /// Returns the health of each upstream, in the order of the configuration.
     fn upstreams(&self) -> Vec<UpstreamHealth>;
 }
@@ -96,6 +94,7 @@ impl ServerState {
         let (active, proxy) = (ArcSwap::from_pointee(active), OnceLock::new());
         let started_at = SystemTime::now();
         let reloads = ReloadHistory::new(started_at);
+        metrics.register(Arc::clone(&backend) as Arc<dyn MetricsSection>);
         Self { active, backend, metrics, hot_keys, proxy, started, started_at, reloads }
     }
 

@@ -7,6 +7,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use crate::metrics::{MetricsSection, write_labelled};
+
 use super::grpc::{self, GrpcResponse};
 use tidegate_api::envoy::service::ratelimit::v3::RateLimitResponse;
 use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
@@ -27,7 +29,7 @@ pub(super) enum Rejection {
 
 /// Numbers of rejections, by their label.
 #[derive(Debug, Default)]
-pub struct RejectionCounters([AtomicU64; Rejection::LABELS.len()]);
+pub(super) struct RejectionCounters([AtomicU64; Rejection::LABELS.len()]);
 
 impl Rejection {
     /// Labels in metrics, in the order of the variants.
@@ -68,10 +70,14 @@ impl Rejection {
     }
 }
 
-impl RejectionCounters {
-    /// Returns each label with its number.
-    pub fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+impl MetricsSection for RejectionCounters {
+    fn write_metrics(&self, text: &mut String) {
         let counts = self.0.iter().map(|counter| counter.load(Ordering::Relaxed));
-        Rejection::LABELS.into_iter().zip(counts)
+        write_labelled(
+            text,
+            ("tidegate_envoy_rejections_total", "reason"),
+            "Calls of Envoy that were denied because they cannot be decided, by reason.",
+            Rejection::LABELS.into_iter().zip(counts),
+        );
     }
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate::Action;
 
+use super::RespShared;
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError, Limits};
 use super::reply::{Reply, RespVersion, Writer};
@@ -13,7 +14,7 @@ use super::transaction::{Queued, Transaction};
 use crate::auth::AuthListener;
 use crate::state::{ActiveConfig, Caller, ServerState};
 use tidegate_config::{Scope, Token};
-use tidegate_net::listener::{BufferBudget, Peer, Step};
+use tidegate_net::listener::{Peer, Step};
 
 /// Version of Redis whose protocol is supported. Clients choose features by it.
 const REDIS_VERSION: &str = "7.0.0";
@@ -45,7 +46,7 @@ pub(super) struct Client {
     /// Whether other hosts may be able to connect to the listener.
     is_remote: bool,
     quotas: QuotaCache,
-    budget: Arc<BufferBudget>,
+    pub(super) shared: Arc<RespShared>,
     /// Commands since `MULTI`.
     transaction: Option<Transaction>,
     /// Commands of an `EXEC` that are still to be run.
@@ -55,7 +56,7 @@ pub(super) struct Client {
 impl Client {
     pub(super) fn new(
         state: Arc<ServerState>,
-        budget: &Arc<BufferBudget>,
+        shared: &Arc<RespShared>,
         peer: Peer,
         is_remote: bool,
     ) -> Self {
@@ -70,7 +71,7 @@ impl Client {
             failed_auths: 0,
             is_remote,
             quotas: QuotaCache::default(),
-            budget: Arc::clone(budget),
+            shared: Arc::clone(shared),
             transaction: None,
             executing: None,
         }
@@ -184,7 +185,7 @@ impl Client {
     }
 
     fn counters(&self) -> &RespCounters {
-        &self.state.metrics.resp
+        &self.shared.counters
     }
 
     /// Writes the reply to a command that decides nothing.
@@ -237,7 +238,7 @@ impl Client {
                 return Err("ERR MULTI calls can not be nested: send EXEC or DISCARD first".into());
             }
             Command::Multi => {
-                self.transaction = Some(Transaction::new(&self.budget));
+                self.transaction = Some(Transaction::new(&self.shared.budget));
                 writer.simple("OK");
             }
             Command::Discard => {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::reply::Writer;
-use crate::metrics::Counters;
+use crate::metrics::{Counters, MetricsSection, write_labelled, write_numbers};
 
 /// Description of a command.
 struct CommandEntry {
@@ -220,10 +220,25 @@ pub(super) fn write_docs<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item 
 
 /// Numbers of the Redis protocol, for metrics.
 #[derive(Debug, Default)]
-pub struct RespCounters {
+pub(crate) struct RespCounters {
     connections: AtomicU64,
     /// Calls of each command, and error replies.
     counters: Counters<{ COMMANDS.len() + 1 }>,
+}
+
+impl MetricsSection for RespCounters {
+    fn write_metrics(&self, text: &mut String) {
+        #[rustfmt::skip]
+        let numbers = [
+            ("tidegate_resp_connections", "gauge",
+                "Open connections of Redis clients.", self.connections()),
+            ("tidegate_resp_errors_total", "counter",
+                "Error replies to Redis clients.", self.errors()),
+        ];
+        write_numbers(text, &numbers);
+        let help = "Commands of Redis clients, by command.";
+        write_labelled(text, ("tidegate_resp_commands_total", "command"), help, self.commands());
+    }
 }
 
 /// Index of the error replies.
@@ -247,18 +262,18 @@ impl RespCounters {
     }
 
     /// Returns the number of open connections.
-    pub fn connections(&self) -> u64 {
+    pub(crate) fn connections(&self) -> u64 {
         self.connections.load(Ordering::Relaxed)
     }
 
     /// Returns each command with the number of its calls.
-    pub fn commands(&self) -> impl Iterator<Item = (String, u64)> {
+    pub(crate) fn commands(&self) -> impl Iterator<Item = (String, u64)> {
         let names = COMMANDS.iter().map(|entry| entry.name.to_ascii_lowercase());
         names.zip(self.counters.totals())
     }
 
     /// Returns the number of error replies.
-    pub fn errors(&self) -> u64 {
+    pub(crate) fn errors(&self) -> u64 {
         self.counters.total(ERRORS)
     }
 }

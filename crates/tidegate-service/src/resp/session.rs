@@ -7,13 +7,14 @@ use futures_util::StreamExt as _;
 use futures_util::stream::FuturesOrdered;
 use tidegate::Action;
 
+use super::RespShared;
 use super::client::Client;
 use super::decide::{Started, decide, finish, start};
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
 use super::request::CommandQuery;
 use crate::state::{ActiveConfig, ServerState};
-use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session, Step};
+use tidegate_net::listener::{CommandBudget, Input, Peer, Session, Step};
 
 /// Maximum number of commands that are decided together.
 const MAX_GROUP: usize = 1_024;
@@ -31,12 +32,12 @@ pub(super) struct RespSession {
 impl RespSession {
     pub(super) fn new(
         state: Arc<ServerState>,
-        budget: &Arc<BufferBudget>,
+        shared: &Arc<RespShared>,
         peer: Peer,
         is_remote: bool,
     ) -> Self {
-        state.metrics.resp.open();
-        let client = Client::new(state, budget, peer, is_remote);
+        shared.counters.open();
+        let client = Client::new(state, shared, peer, is_remote);
         let limits = client.limits(&client.state.active_guard());
         Self { parser: Parser::new(limits), client }
     }
@@ -45,7 +46,7 @@ impl RespSession {
 #[cfg(test)]
 impl RespSession {
     pub(super) fn metrics(&self) -> &super::RespCounters {
-        &self.client.state.metrics.resp
+        &self.client.shared.counters
     }
 
     pub(super) fn auth_failures(&self) -> &crate::auth::AuthFailures {
@@ -55,7 +56,7 @@ impl RespSession {
 
 impl Drop for RespSession {
     fn drop(&mut self) {
-        self.client.state.metrics.resp.close();
+        self.client.shared.counters.close();
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tidegate::testing::Model;
 use tidegate::{Action, Charge, Clock as _, ManualClock, MemoryStore, Quota};
 
+use super::RespShared;
 use super::session::RespSession;
 use crate::fuzz::{self, Random};
 use crate::state::ServerState;
@@ -46,7 +47,9 @@ impl Conversation {
         let state = Arc::new(ServerState::on_memory(config, store));
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
         let peer = Peer { address, tls: false };
-        Self { session: RespSession::new(state, budget, peer, is_remote), clock }
+        let counters = Arc::default();
+        let shared = Arc::new(RespShared { budget: Arc::clone(budget), counters });
+        Self { session: RespSession::new(state, &shared, peer, is_remote), clock }
     }
 
     /// Sends bytes and returns the replies.

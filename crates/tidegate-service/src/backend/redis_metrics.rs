@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use tidegate::store::redis::NodeHealth;
 
-use super::histogram::write_buckets;
-use super::{escaped, head, write_gauges, write_numbers};
-use crate::backend::RedisBackend;
+use super::RedisBackend;
+use crate::metrics::histogram::write_buckets;
+use crate::metrics::{escaped, head, write_gauges, write_numbers};
 
 /// Writes the metrics of Redis and of the fallback.
 pub(super) fn write(text: &mut String, redis: &RedisBackend) {
