@@ -22,6 +22,7 @@ use axum::response::IntoResponse as _;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
+use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use tidegate::Policies;
 use tokio::sync::Semaphore;
@@ -45,12 +46,10 @@ mod exchange;
 #[allow(dead_code, reason = "other crates use more of it")]
 mod fuzz;
 mod head;
-mod http1;
 mod limit;
 mod local_error;
 mod metrics;
 mod path;
-mod pool;
 mod read_ahead;
 mod retry;
 mod serve;
@@ -59,7 +58,6 @@ mod telemetry;
 mod tunnel;
 mod uploads;
 mod upstreams;
-mod wakes;
 
 use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};
@@ -67,7 +65,6 @@ use client::{Clients, CurrentTls};
 use error::ProxyError;
 use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use head::DroppedHeaders;
-use http1::UpstreamBody;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use retry::{Attempt, FailedAttempt, Retry, RetryPolicy};
 pub use serve::serve;
@@ -91,7 +88,7 @@ fn service(
     let tls = CurrentTls::new(Arc::clone(state)).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
-        clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout),
+        clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout, &upstreams),
         upstreams,
         read_ahead: Arc::new(Semaphore::new(read_ahead::MAX_TOTAL_READ_AHEAD_BYTES)),
         idle_timeout: settings.idle_timeout,
@@ -205,7 +202,7 @@ impl Proxy {
         mut head: Parts,
         mut body: Option<Box<RequestBody>>,
         client: IpAddr,
-    ) -> Result<(Response<UpstreamBody>, OpenCall), ProxyError> {
+    ) -> Result<(Response<Incoming>, OpenCall), ProxyError> {
         let mut policy = RetryPolicy::new(&self.upstreams, client);
         let mut attempt = policy.first().await?;
         loop {
@@ -226,7 +223,7 @@ impl Proxy {
         head: &mut Parts,
         body: Option<Box<RequestBody>>,
         is_last: bool,
-    ) -> Result<(Response<UpstreamBody>, OpenCall), FailedAttempt> {
+    ) -> Result<(Response<Incoming>, OpenCall), FailedAttempt> {
         let upstream = attempt.upstream;
         let target = upstream.target(&head.uri).ok_or_else(FailedAttempt::invalid_target)?;
         let call = OpenCall::start(&attempt.permit);
@@ -268,7 +265,7 @@ impl Proxy {
 
     fn to_client(
         &self,
-        mut response: Response<UpstreamBody>,
+        mut response: Response<Incoming>,
         call: OpenCall,
         client_upgrade: Option<OnUpgrade>,
         exchange: Option<Arc<Exchange>>,

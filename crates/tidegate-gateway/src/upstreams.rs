@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use http::Uri;
-use http::uri::{PathAndQuery, Scheme};
+use http::uri::{Authority, PathAndQuery, Scheme};
 use siphasher::sip::SipHasher13;
+use tokio::sync::Semaphore;
 
 use super::concurrency::{ConcurrencyLimit, Overload, RequestPermit};
 use super::metrics::UpstreamMetrics;
-use super::pool::Connections;
 use tidegate_api::duration;
 use tidegate_config::{UpstreamLimits, UpstreamProtocol as Protocol, UpstreamUrl};
 use tidegate_net::LogThrottle;
@@ -33,8 +33,10 @@ pub(crate) struct Upstream {
     ejected_until: AtomicU64,
     pub(super) metrics: Arc<UpstreamMetrics>,
     pub(super) limit: Arc<ConcurrencyLimit>,
-    /// Connections over HTTP/1.1.
-    pub(super) connections: Arc<Connections>,
+    /// Permits of connections over HTTP/1.1: a connection outlives its request.
+    pub(super) connections: Arc<Semaphore>,
+    /// Authority by which the client finds its connections, which differs between Unix sockets.
+    pool: Authority,
 }
 
 impl Upstream {
@@ -46,7 +48,8 @@ impl Upstream {
             ejected_until: AtomicU64::new(0),
             metrics: Arc::new(UpstreamMetrics::new(&url.text)),
             limit: Arc::new(ConcurrencyLimit::new(limits)),
-            connections: Arc::new(Connections::new(limits.max_connections)),
+            connections: Arc::new(Semaphore::new(limits.max_connections)),
+            pool: url.authority.clone(),
         }
     }
 
@@ -81,7 +84,7 @@ impl Upstream {
         }
     }
 
-    /// Returns the target of a request at this upstream: a path for HTTP/1.1, a URI for HTTP/2.
+    /// Returns the target of a request at this upstream. hyper sends its path over HTTP/1.1.
     pub(super) fn target(&self, request: &Uri) -> Option<Uri> {
         // An empty path also reads as `/`, but is written as an empty target.
         let path = match request.path_and_query() {
@@ -93,17 +96,9 @@ impl Upstream {
         } else {
             format!("{}{path}", self.url.base).parse().ok()?
         };
-        match self.url.protocol {
-            Protocol::Http1 => Some(path.into()),
-            Protocol::Http2 => self.uri(path),
-        }
-    }
-
-    /// Returns the URI of a path at this upstream, without its base.
-    pub(super) fn uri(&self, path: PathAndQuery) -> Option<Uri> {
         let mut parts = http::uri::Parts::default();
         parts.scheme = Some(self.url.scheme.clone());
-        parts.authority = Some(self.url.authority.clone());
+        parts.authority = Some(self.pool.clone());
         parts.path_and_query = Some(path);
         Uri::from_parts(parts).ok()
     }
@@ -156,9 +151,15 @@ impl Upstreams {
             if let Some(same) = same_server {
                 upstream.limit = Arc::clone(&same.limit);
                 upstream.connections = Arc::clone(&same.connections);
+                upstream.pool = same.pool.clone();
             } else {
                 upstream.limit = Arc::new(ConcurrencyLimit::new(limits));
-                upstream.connections = Arc::new(Connections::new(limits.max_connections));
+                upstream.connections = Arc::new(Semaphore::new(limits.max_connections));
+                if upstream.url.socket.is_some() {
+                    // No host has a name that ends with a dot and a number.
+                    let pool = format!("socket.{index}");
+                    upstream.pool = pool.parse().unwrap_or_else(|_| upstream.pool.clone());
+                }
             }
         }
         (!all.is_empty()).then(|| Self { all, next: AtomicUsize::new(0), start: Instant::now() })
@@ -176,6 +177,15 @@ impl Upstreams {
         let count = eligible.clone().count();
         let mut in_order = eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES));
         Candidates(std::array::from_fn(|_| in_order.next()))
+    }
+
+    /// Returns the upstream over HTTP/1.1 to which a client of hyper connects.
+    pub(super) fn http1(&self, uri: &Uri) -> Option<&Upstream> {
+        self.all.iter().find(|upstream| {
+            upstream.url.protocol == Protocol::Http1
+                && uri.scheme() == Some(&upstream.url.scheme)
+                && uri.authority() == Some(&upstream.pool)
+        })
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Upstream> {
@@ -327,9 +337,10 @@ mod tests {
         assert_eq!(upstream.url.socket, Some(PathBuf::from("/run/a@b.sock")));
         assert_eq!((upstream.name(), upstream.port()), ("unix:/run/a@b.sock", None));
         let target = upstream.target(&"http://example.com/x?y=z".parse().expect("a URI"));
-        assert_eq!(target.expect("a path").to_string(), "/x?y=z");
+        assert_eq!(target.expect("a URI").to_string(), "http://localhost/x?y=z");
         let two = upstreams(&["unix:/run/a.sock", "unix:/run/b.sock"]);
         assert!(!two.all[0].is_same_server(&two.all[1]));
+        assert_ne!(two.all[0].pool, two.all[1].pool, "they share no connections");
         for text in ["unix:app.sock", "unix:", &format!("unix:/{}", "a".repeat(107))] {
             assert!(
                 matches!(text.parse::<UpstreamUrl>(), Err(UpstreamUrlError::Socket(_))),
@@ -359,9 +370,9 @@ mod tests {
             let upstream = super::tests::upstream(upstream);
             upstream.target(&request.parse().expect("a URI")).expect("a URI").to_string()
         };
-        assert_eq!(target("http://a:1", "/x?y=z"), "/x?y=z");
-        assert_eq!(target("http://a:1/base/", "/x?y=z"), "/base/x?y=z");
-        assert_eq!(target("http://[::1]:80", "http://other"), "/");
+        assert_eq!(target("http://a:1", "/x?y=z"), "http://a:1/x?y=z");
+        assert_eq!(target("http://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
+        assert_eq!(target("http://[::1]:80", "http://other"), "http://[::1]:80/");
         assert_eq!(target("h2c://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
         assert_eq!(target("h2://a", "http://other/x"), "https://a/x");
         assert_eq!(target("h2c://[::1]:80", "/"), "http://[::1]:80/");
