@@ -16,6 +16,7 @@ use axum::response::IntoResponse as _;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
+use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use tidegate::Policies;
 use tokio::sync::Semaphore;
@@ -34,12 +35,10 @@ mod cors;
 mod error;
 mod exchange;
 mod head;
-mod http1;
 mod limit;
 mod local_error;
 mod metrics;
 mod path;
-mod pool;
 mod read_ahead;
 mod retry;
 mod spans;
@@ -47,7 +46,6 @@ mod telemetry;
 mod tunnel;
 mod uploads;
 mod upstreams;
-mod wakes;
 
 use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};
@@ -57,7 +55,6 @@ pub(crate) use concurrency::UpstreamLimits;
 use error::ProxyError;
 use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use head::DroppedHeaders;
-use http1::UpstreamBody;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use retry::{Attempt, FailedAttempt, Retry, RetryPolicy};
 pub(crate) use telemetry::{Telemetry, UpstreamHealth};
@@ -80,7 +77,7 @@ pub(crate) fn service(
     let tls = CurrentTls::new(Arc::clone(state)).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
-        clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout),
+        clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout, &upstreams),
         upstreams,
         read_ahead: Arc::new(Semaphore::new(read_ahead::MAX_TOTAL_READ_AHEAD_BYTES)),
         idle_timeout: settings.idle_timeout,
@@ -193,7 +190,7 @@ impl Proxy {
         mut head: Parts,
         mut body: Option<Box<RequestBody>>,
         client: IpAddr,
-    ) -> Result<(Response<UpstreamBody>, OpenCall), ProxyError> {
+    ) -> Result<(Response<Incoming>, OpenCall), ProxyError> {
         let mut policy = RetryPolicy::new(&self.upstreams, client);
         let mut attempt = policy.first().await?;
         loop {
@@ -214,7 +211,7 @@ impl Proxy {
         head: &mut Parts,
         body: Option<Box<RequestBody>>,
         is_last: bool,
-    ) -> Result<(Response<UpstreamBody>, OpenCall), FailedAttempt> {
+    ) -> Result<(Response<Incoming>, OpenCall), FailedAttempt> {
         let upstream = attempt.upstream;
         let target = upstream.target(&head.uri).ok_or_else(FailedAttempt::invalid_target)?;
         let call = OpenCall::start(&attempt.permit);
@@ -256,7 +253,7 @@ impl Proxy {
 
     fn to_client(
         &self,
-        mut response: Response<UpstreamBody>,
+        mut response: Response<Incoming>,
         call: OpenCall,
         client_upgrade: Option<OnUpgrade>,
         exchange: Option<Arc<Exchange>>,

@@ -1,7 +1,6 @@
 //! Streaming bodies with idle timeouts. Only the start of a request's body is buffered.
 
-use std::future::poll_fn;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
@@ -9,12 +8,12 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, Sleep};
 
 use super::concurrency::RequestPermit;
 use super::head;
-use super::http1::UpstreamBody;
 use super::uploads::ActiveUpload;
 use crate::duration;
 use crate::listener;
@@ -35,8 +34,6 @@ struct IdleState {
     waits_for_client: AtomicBool,
     /// Whether the upstream's response has started and has not ended.
     is_responding: AtomicBool,
-    /// Whether the client has a body that is not completely sent.
-    is_uploading: AtomicBool,
 }
 
 impl IdleTimer {
@@ -56,36 +53,19 @@ impl IdleTimer {
         self.state.is_responding.store(is_responding, Ordering::Relaxed);
     }
 
-    /// Returns whether the client's body is not completely sent.
-    pub(super) fn is_uploading(&self) -> bool {
-        self.state.is_uploading.load(Ordering::Relaxed)
-    }
-
     /// Completes when no bytes have moved for `timeout`.
     pub(super) async fn expired(&self, timeout: Duration) {
-        let mut timer = pin!(tokio::time::sleep_until(self.start + timeout));
-        poll_fn(|cx| self.poll_expired(timeout, timer.as_mut(), cx)).await;
-    }
-
-    /// Does the same with a timer that expires at the deadline or earlier.
-    pub(super) fn poll_expired(
-        &self,
-        timeout: Duration,
-        mut timer: Pin<&mut Sleep>,
-        cx: &mut Context<'_>,
-    ) -> Poll<()> {
+        let mut deadline = self.start + timeout;
         loop {
-            ready!(timer.as_mut().poll(cx));
-            let deadline = self.start
-                + Duration::from_millis(self.state.last_activity.load(Ordering::Relaxed))
-                + timeout;
+            tokio::time::sleep_until(deadline).await;
+            let last_activity = self.state.last_activity.load(Ordering::Relaxed);
+            deadline = self.start + Duration::from_millis(last_activity) + timeout;
             let now = Instant::now();
-            if now < deadline {
-                timer.as_mut().reset(deadline);
-            } else if self.state.waits_for_client.load(Ordering::Relaxed) {
-                timer.as_mut().reset(now + timeout);
-            } else {
-                return Poll::Ready(());
+            if now >= deadline {
+                if !self.state.waits_for_client.load(Ordering::Relaxed) {
+                    return;
+                }
+                deadline = now + timeout;
             }
         }
     }
@@ -200,11 +180,11 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
 }
 
 /// Body of an upstream's response.
-pub(super) type Download = IdleTimeoutBody<UpstreamBody>;
+pub(super) type Download = IdleTimeoutBody<Incoming>;
 
 impl Download {
     /// Returns the body of a response, which is a part of its call.
-    pub(super) fn of_call(body: UpstreamBody, timeout: Duration, call: OpenCall) -> Self {
+    pub(super) fn of_call(body: Incoming, timeout: Duration, call: OpenCall) -> Self {
         call.timer.set_responding(true);
         Self { _response: Some(OpenResponse(call)), ..Self::new(body, timeout, 0) }
     }
@@ -354,7 +334,6 @@ impl UpstreamRequestBody {
         let Some(mut body) = body else {
             return (Self { body: None, call, may_pause, upload: None, returned: None }, None);
         };
-        call.timer.state.is_uploading.store(true, Ordering::Relaxed);
         body.max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
         let is_complete = body.upload.is_end_stream();
         let upload = (!is_complete).then(|| call.permit.uploads().start());
@@ -411,7 +390,6 @@ impl Body for UpstreamRequestBody {
 
 impl Drop for UpstreamRequestBody {
     fn drop(&mut self) {
-        self.call.timer.state.is_uploading.store(false, Ordering::Relaxed);
         if let (Some(body), Some(returned)) = (self.body.take(), self.returned.take())
             && let Some(body) = body.rewound()
         {

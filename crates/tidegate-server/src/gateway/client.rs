@@ -1,5 +1,6 @@
 //! Clients of upstreams: pooled connections, with a connect timeout and optional TLS.
 
+use std::future::poll_fn;
 use std::io;
 use std::path::Path;
 use std::pin::{Pin, pin};
@@ -7,26 +8,28 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::uri::PathAndQuery;
 use http::{Request, Response, Uri};
-use http_body::Body as _;
+use hyper::body::Incoming;
 use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{ClientConfig, RootCertStore};
 use tokio::net::UnixStream;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::either::Either;
 
 use super::body::{IdleTimer, UpstreamRequestBody};
 use super::connection::{Progress, UpstreamStream};
-use super::http1::{Failure, Http1Connection, UpstreamBody};
-use super::pool::Connections;
-use super::upstreams::{Protocol, Upstream};
+use super::upstreams::{Protocol, Upstream, Upstreams};
 use crate::state::ServerState;
 
-const HTTP2_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+/// Idle connections are closed before most servers close them, after five seconds: a request that
+/// meets a connection closed by the server must be sent again, or fails.
+const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+const MAX_IDLE_CONNECTIONS: usize = 1024;
+/// Maximum number of headers in a response over HTTP/1.1.
+const MAX_HEADERS: usize = 256;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
 /// Time after which a Unix socket with a full queue is tried again.
 const QUEUE_RETRY_INTERVAL: Duration = Duration::from_millis(10);
@@ -70,55 +73,43 @@ impl CurrentTls {
     }
 }
 
+type UpstreamClient = Client<TimeoutConnector, UpstreamRequestBody>;
+
 /// Clients of both protocols.
 #[derive(Clone)]
 pub(super) struct Clients {
-    http1: TimeoutConnector,
-    http2: Client<TimeoutConnector, UpstreamRequestBody>,
+    http1: UpstreamClient,
+    /// Client that opens a connection for each request.
+    http1_unpooled: UpstreamClient,
+    http2: UpstreamClient,
     header_timeout: Duration,
 }
 
 /// Reason why a request to an upstream has no response.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ClientError {
-    #[error("no connection")]
-    Connect(#[source] axum::BoxError),
     #[error("no response in time")]
     Timeout,
-    /// The response to a safe request needs a connection that takes more headers.
-    #[error("the response has more than 100 headers")]
-    ManyHeaders,
     #[error("the request failed")]
-    Http1 {
-        source: hyper::Error,
-        /// Progress of the connection.
-        progress: Progress,
-    },
-    #[error("the request failed")]
-    Http2(#[from] legacy::Error),
+    Failed(#[from] legacy::Error),
 }
 
 impl ClientError {
     pub(super) fn is_connect(&self) -> bool {
-        match self {
-            Self::Connect(_) => true,
-            Self::Http2(error) => error.is_connect(),
-            Self::Timeout | Self::ManyHeaders | Self::Http1 { .. } => false,
-        }
+        matches!(self, Self::Failed(error) if error.is_connect())
     }
 
     /// Returns the progress of the connection on which the request failed.
     pub(super) fn progress(&self) -> Option<Progress> {
         match self {
-            Self::Http1 { progress, .. } => Some(progress.clone()),
-            Self::Http2(error) => Progress::of(error),
-            Self::Connect(_) | Self::Timeout | Self::ManyHeaders => None,
+            Self::Failed(error) => Progress::of(error),
+            Self::Timeout => None,
         }
     }
 
     /// Makes sure that no other request uses the connection. Requests in flight on it continue.
     pub(super) fn forget_connection(&self) {
-        if let Self::Http2(error) = self
+        if let Self::Failed(error) = self
             && let Some(connection) = error.connect_info()
         {
             connection.poison();
@@ -131,6 +122,7 @@ impl Clients {
         tls: &CurrentTls,
         connect_timeout: Duration,
         header_timeout: Duration,
+        upstreams: &Arc<Upstreams>,
     ) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
@@ -140,19 +132,29 @@ impl Clients {
             tls: tls.clone(),
             protocol: Protocol::Http1,
             timeout: connect_timeout,
+            upstreams: Arc::clone(upstreams),
         };
         let http2 = TimeoutConnector { protocol: Protocol::Http2, ..http1.clone() };
-        let http2 = Client::builder(TokioExecutor::new())
+        let mut builder = Client::builder(TokioExecutor::new());
+        builder
             .pool_timer(TokioTimer::new())
             .timer(TokioTimer::new())
-            .pool_idle_timeout(HTTP2_IDLE_TIMEOUT)
+            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
             .set_host(false)
+            .http1_max_headers(MAX_HEADERS)
+            // A proxy corrects these two in responses (RFC 9112, 5.1 and 5.2).
+            .http1_allow_spaces_after_header_name_in_responses(true)
+            .http1_allow_obsolete_multiline_headers_in_responses(true)
+            .pool_max_idle_per_host(0);
+        let http1_unpooled = builder.build(http1.clone());
+        builder.pool_max_idle_per_host(MAX_IDLE_CONNECTIONS);
+        let http1 = builder.build(http1);
+        builder
             .http2_only(true)
             .http2_keep_alive_interval(HTTP2_PING_INTERVAL)
             .http2_max_header_list_size(MAX_HEADER_BYTES)
-            .http2_adaptive_window(true)
-            .build(http2);
-        Self { http1, http2, header_timeout }
+            .http2_adaptive_window(true);
+        Self { http1, http1_unpooled, http2: builder.build(http2), header_timeout }
     }
 
     /// Sends a request. If it `is_repeated` over HTTP/1.1, it gets a new connection: the idle ones
@@ -163,124 +165,49 @@ impl Clients {
         request: Request<UpstreamRequestBody>,
         is_repeated: bool,
         timer: &IdleTimer,
-    ) -> Result<Response<UpstreamBody>, ClientError> {
-        if upstream.protocol == Protocol::Http1 {
-            return self.send_http1(upstream, request, is_repeated, timer).await;
-        }
+    ) -> Result<Response<Incoming>, ClientError> {
+        let client = match upstream.protocol {
+            Protocol::Http2 => &self.http2,
+            // Idle connections may have all permits. A pooled one is better than the wait for a permit.
+            Protocol::Http1 if is_repeated && upstream.connections.available_permits() > 0 => {
+                &self.http1_unpooled
+            }
+            Protocol::Http1 => &self.http1,
+        };
         let response = tokio::select! {
-            response = self.http2.request(request) => response?,
+            response = NEEDS_CONNECTION.scope((), client.request(request)) => response?,
             () = timer.expired(self.header_timeout) => return Err(ClientError::Timeout),
         };
         if let Some(progress) = response.extensions().get::<Progress>() {
             progress.record_response();
         }
-        Ok(response.map(UpstreamBody::detached))
-    }
-
-    async fn send_http1(
-        &self,
-        upstream: &Upstream,
-        mut request: Request<UpstreamRequestBody>,
-        is_repeated: bool,
-        timer: &IdleTimer,
-    ) -> Result<Response<UpstreamBody>, ClientError> {
-        let connections = &upstream.connections;
-        // Only a safe request may be sent again for the sake of its response.
-        let is_safe = request.method().is_safe() && request.body().is_end_stream();
-        let many_headers = is_repeated || !is_safe || connections.has_many_headers();
-        loop {
-            let idle = if is_repeated { None } else { connections.take(many_headers) };
-            let (connection, is_idle) = match idle {
-                Some(connection) => (connection, true),
-                None => tokio::select! {
-                    connected = self.connect(upstream, is_repeated, many_headers) => {
-                        connected.map_err(ClientError::Connect)?
-                    }
-                    () = timer.expired(self.header_timeout) => return Err(ClientError::Timeout),
-                },
-            };
-            let progress = connection.progress.clone();
-            match connection.send(request, timer, self.header_timeout).await {
-                Ok(response) => {
-                    progress.record_response();
-                    return Ok(response);
-                }
-                // The upstream closed the connection while it was idle.
-                Err(Failure::Unsent(unsent, _)) if is_idle => request = *unsent,
-                Err(Failure::Failed(error)) if error.is_parse_too_large() && !many_headers => {
-                    connections.set_many_headers();
-                    return Err(ClientError::ManyHeaders);
-                }
-                Err(Failure::Unsent(_, source) | Failure::Failed(source)) => {
-                    return Err(ClientError::Http1 { source, progress });
-                }
-                Err(Failure::Timeout) => return Err(ClientError::Timeout),
-            }
-        }
-    }
-
-    /// Opens a connection, or returns one that has become idle while the limit was reached, and
-    /// whether it did.
-    async fn connect(
-        &self,
-        upstream: &Upstream,
-        is_repeated: bool,
-        many_headers: bool,
-    ) -> Result<(Box<Http1Connection>, bool), axum::BoxError> {
-        let connections = &upstream.connections;
-        let free = match connections.try_permit() {
-            Some(permit) => Free::Permit(permit),
-            None => {
-                let free = Free::wait(connections, is_repeated, many_headers);
-                tokio::time::timeout(self.http1.timeout, free)
-                    .await
-                    .map_err(|_| NoFreeConnection)?
-            }
-        };
-        let permit = match free {
-            Free::Permit(permit) => permit,
-            Free::Connection(connection) => return Ok((connection, true)),
-        };
-        let stream = match &upstream.socket {
-            Some(path) => self.http1.connect_unix(path).await?,
-            None => {
-                let uri = upstream.uri(PathAndQuery::from_static("/")).ok_or("no URI")?;
-                tower::Service::call(&mut self.http1.clone(), uri).await?.into_inner()
-            }
-        };
-        let stream = stream.with_permit(permit);
-        let pool = Arc::clone(connections);
-        let connection =
-            Http1Connection::handshake(stream, pool, many_headers, self.header_timeout).await?;
-        Ok((connection, false))
+        Ok(response)
     }
 }
 
-/// Connection that a request may use.
-enum Free {
-    /// Permit to open one.
-    Permit(OwnedSemaphorePermit),
-    Connection(Box<Http1Connection>),
+tokio::task_local! {
+    /// Set while a request waits for a connection.
+    static NEEDS_CONNECTION: ();
 }
 
-impl Free {
-    /// Waits until a connection is closed or becomes idle. If none of those that are idle suits the
-    /// request, they are closed.
-    async fn wait(connections: &Connections, is_repeated: bool, many_headers: bool) -> Self {
-        let mut permit = pin!(connections.permit());
-        loop {
-            let returned = connections.returned();
-            let idle = if is_repeated { None } else { connections.take(many_headers) };
-            if let Some(connection) = idle {
-                return Self::Connection(connection);
-            }
-            connections.clear();
-            tokio::select! {
-                Some(permit) = &mut permit => return Self::Permit(permit),
-                () = returned => {}
-            }
+/// Waits for the permit to open a connection, which another one leaves when it is closed.
+async fn connection_permit(
+    permits: Arc<Semaphore>,
+    timeout: Duration,
+) -> Result<OwnedSemaphorePermit, NoFreeConnection> {
+    let mut permit = pin!(tokio::time::timeout(timeout, permits.acquire_owned()));
+    poll_fn(|cx| {
+        // hyper-util goes on connecting in the background once the request has got an idle
+        // connection.
+        if NEEDS_CONNECTION.try_with(|()| ()).is_err() {
+            return Poll::Ready(Err(NoFreeConnection));
         }
-    }
+        permit
+            .as_mut()
+            .poll(cx)
+            .map(|permit| permit.ok().and_then(Result::ok).ok_or(NoFreeConnection))
+    })
+    .await
 }
 
 /// Returns the TLS settings towards upstreams. Their certificates must be signed by one of `ca`, or
@@ -318,6 +245,8 @@ pub(super) struct TimeoutConnector {
     tls: CurrentTls,
     protocol: Protocol,
     timeout: Duration,
+    /// Upstreams, which limit their connections over HTTP/1.1 and may be Unix sockets.
+    upstreams: Arc<Upstreams>,
 }
 
 impl TimeoutConnector {
@@ -349,16 +278,29 @@ impl tower::Service<Uri> for TimeoutConnector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let mut connector = HttpsConnector::from((self.tcp.clone(), self.tls.get(self.protocol)));
-        let connecting = tower::Service::call(&mut connector, uri);
-        let timeout = self.timeout;
+        let connector = self.clone();
         Box::pin(async move {
-            match tokio::time::timeout(timeout, connecting).await {
-                Ok(result) => result.map(|stream| {
-                    TokioIo::new(UpstreamStream::new(Either::Left(TokioIo::new(stream))))
-                }),
-                Err(_) => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+            // All requests over HTTP/2 share one connection.
+            let upstream =
+                connector.upstreams.http1(&uri).filter(|_| connector.protocol == Protocol::Http1);
+            let mut permit = None;
+            if let Some(upstream) = upstream {
+                let permits = Arc::clone(&upstream.connections);
+                permit = Some(connection_permit(permits, connector.timeout).await?);
             }
+            let stream = match upstream.and_then(|upstream| upstream.socket.as_deref()) {
+                Some(path) => connector.connect_unix(path).await?,
+                None => {
+                    let tls = connector.tls.get(connector.protocol);
+                    let mut https = HttpsConnector::from((connector.tcp.clone(), tls));
+                    let connecting = tower::Service::call(&mut https, uri);
+                    match tokio::time::timeout(connector.timeout, connecting).await {
+                        Ok(stream) => UpstreamStream::new(Either::Left(TokioIo::new(stream?))),
+                        Err(_) => return Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+                    }
+                }
+            };
+            Ok(TokioIo::new(stream.with_permit(permit)))
         })
     }
 }

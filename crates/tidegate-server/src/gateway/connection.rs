@@ -16,7 +16,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::either::Either;
 
-/// Progress of a connection. Over HTTP/2, it is an extension of each of its responses.
+/// Progress of a connection. It is an extension of each of its responses.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Progress(Arc<ProgressState>);
 
@@ -70,12 +70,8 @@ impl UpstreamStream {
     }
 
     /// Keeps the permit for the connection until it is closed.
-    pub(super) fn with_permit(self, permit: OwnedSemaphorePermit) -> Self {
-        Self { _permit: Some(permit), ..self }
-    }
-
-    pub(super) fn progress(&self) -> Progress {
-        self.progress.clone()
+    pub(super) fn with_permit(self, permit: Option<OwnedSemaphorePermit>) -> Self {
+        Self { _permit: permit, ..self }
     }
 
     fn record_write(&self) {

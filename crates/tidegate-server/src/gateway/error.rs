@@ -53,10 +53,8 @@ pub(super) enum ProxyError {
 impl ProxyError {
     /// Returns the reason for the error of a request to a host.
     pub(super) fn new(error: &ClientError, host: &str) -> Self {
-        match error {
-            ClientError::Timeout => return Self::ResponseTimeout,
-            ClientError::ManyHeaders => return Self::ResponseTooLarge,
-            _ => {}
+        if matches!(error, ClientError::Timeout) {
+            return Self::ResponseTimeout;
         }
         let mut cause = error.source();
         let mut system_error = None;

@@ -138,9 +138,6 @@ impl Retry {
         if error.is_connect() {
             return Self::OtherUpstream;
         }
-        if matches!(error, ClientError::ManyHeaders) {
-            return Self::OtherConnection;
-        }
         let http2_error = http2_error(error);
         let is_repeatable = http2_error.is_some_and(is_refused)
             || method.is_idempotent()

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use http::Uri;
 use http::uri::{Authority, PathAndQuery, Scheme};
 use siphasher::sip::SipHasher13;
+use tokio::sync::Semaphore;
 
 use super::concurrency::{ConcurrencyLimit, Overload, RequestPermit, UpstreamLimits};
 use super::metrics::UpstreamMetrics;
-use super::pool::Connections;
 use crate::config::{ListenAddress, ListenAddressError};
 use crate::duration;
 use crate::logs::LogThrottle;
@@ -41,8 +41,10 @@ pub(crate) struct Upstream {
     ejected_until: AtomicU64,
     pub(super) metrics: Arc<UpstreamMetrics>,
     pub(super) limit: Arc<ConcurrencyLimit>,
-    /// Connections over HTTP/1.1.
-    pub(super) connections: Arc<Connections>,
+    /// Permits of connections over HTTP/1.1: a connection outlives its request.
+    pub(super) connections: Arc<Semaphore>,
+    /// Authority by which the client finds its connections, which differs between Unix sockets.
+    pool: Authority,
 }
 
 /// HTTP version towards an upstream.
@@ -123,7 +125,6 @@ impl Upstream {
         let limits = UpstreamLimits::default();
         Self {
             scheme,
-            authority,
             socket: None,
             base: String::new(),
             protocol,
@@ -131,7 +132,9 @@ impl Upstream {
             ejected_until: AtomicU64::new(0),
             metrics: Arc::new(UpstreamMetrics::new(text)),
             limit: Arc::new(ConcurrencyLimit::new(limits)),
-            connections: Arc::new(Connections::new(limits.max_connections)),
+            connections: Arc::new(Semaphore::new(limits.max_connections)),
+            pool: authority.clone(),
+            authority,
         }
     }
 
@@ -166,7 +169,7 @@ impl Upstream {
         }
     }
 
-    /// Returns the target of a request at this upstream: a path for HTTP/1.1, a URI for HTTP/2.
+    /// Returns the target of a request at this upstream. hyper sends its path over HTTP/1.1.
     pub(super) fn target(&self, request: &Uri) -> Option<Uri> {
         // An empty path also reads as `/`, but is written as an empty target.
         let path = match request.path_and_query() {
@@ -178,17 +181,9 @@ impl Upstream {
         } else {
             format!("{}{path}", self.base).parse().ok()?
         };
-        match self.protocol {
-            Protocol::Http1 => Some(path.into()),
-            Protocol::Http2 => self.uri(path),
-        }
-    }
-
-    /// Returns the URI of a path at this upstream, without its base.
-    pub(super) fn uri(&self, path: PathAndQuery) -> Option<Uri> {
         let mut parts = http::uri::Parts::default();
         parts.scheme = Some(self.scheme.clone());
-        parts.authority = Some(self.authority.clone());
+        parts.authority = Some(self.pool.clone());
         parts.path_and_query = Some(path);
         Uri::from_parts(parts).ok()
     }
@@ -241,9 +236,15 @@ impl Upstreams {
             if let Some(same) = same_server {
                 upstream.limit = Arc::clone(&same.limit);
                 upstream.connections = Arc::clone(&same.connections);
+                upstream.pool = same.pool.clone();
             } else {
                 upstream.limit = Arc::new(ConcurrencyLimit::new(limits));
-                upstream.connections = Arc::new(Connections::new(limits.max_connections));
+                upstream.connections = Arc::new(Semaphore::new(limits.max_connections));
+                if upstream.socket.is_some() {
+                    // No host has a name that ends with a dot and a number.
+                    let pool = format!("socket.{index}");
+                    upstream.pool = pool.parse().unwrap_or_else(|_| upstream.pool.clone());
+                }
             }
         }
         (!all.is_empty()).then(|| Self { all, next: AtomicUsize::new(0), start: Instant::now() })
@@ -261,6 +262,15 @@ impl Upstreams {
         let count = eligible.clone().count();
         let mut in_order = eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES));
         Candidates(std::array::from_fn(|_| in_order.next()))
+    }
+
+    /// Returns the upstream over HTTP/1.1 to which a client of hyper connects.
+    pub(super) fn http1(&self, uri: &Uri) -> Option<&Upstream> {
+        self.all.iter().find(|upstream| {
+            upstream.protocol == Protocol::Http1
+                && uri.scheme() == Some(&upstream.scheme)
+                && uri.authority() == Some(&upstream.pool)
+        })
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Upstream> {
@@ -404,9 +414,10 @@ mod tests {
         assert_eq!(upstream.socket, Some(PathBuf::from("/run/a@b.sock")));
         assert_eq!((upstream.name(), upstream.port()), ("unix:/run/a@b.sock", None));
         let target = upstream.target(&"http://example.com/x?y=z".parse().expect("a URI"));
-        assert_eq!(target.expect("a path").to_string(), "/x?y=z");
+        assert_eq!(target.expect("a URI").to_string(), "http://localhost/x?y=z");
         let two = upstreams(&["unix:/run/a.sock", "unix:/run/b.sock"]);
         assert!(!two.all[0].is_same_server(&two.all[1]));
+        assert_ne!(two.all[0].pool, two.all[1].pool, "they share no connections");
         for text in ["unix:app.sock", "unix:", &format!("unix:/{}", "a".repeat(107))] {
             assert!(matches!(text.parse::<Upstream>(), Err(UpstreamError::Socket(_))), "{text}");
         }
@@ -433,9 +444,9 @@ mod tests {
             let upstream: Upstream = upstream.parse().expect("valid");
             upstream.target(&request.parse().expect("a URI")).expect("a URI").to_string()
         };
-        assert_eq!(target("http://a:1", "/x?y=z"), "/x?y=z");
-        assert_eq!(target("http://a:1/base/", "/x?y=z"), "/base/x?y=z");
-        assert_eq!(target("http://[::1]:80", "http://other"), "/");
+        assert_eq!(target("http://a:1", "/x?y=z"), "http://a:1/x?y=z");
+        assert_eq!(target("http://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
+        assert_eq!(target("http://[::1]:80", "http://other"), "http://[::1]:80/");
         assert_eq!(target("h2c://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
         assert_eq!(target("h2://a", "http://other/x"), "https://a/x");
         assert_eq!(target("h2c://[::1]:80", "/"), "http://[::1]:80/");
