@@ -36,7 +36,7 @@ pub use gateway::{
 };
 pub use listen::{AllowedHosts, Listen};
 use rule_files::RuleFiles;
-pub use store::{RedisConfig, StoreConfig, Topology};
+pub use store::{RedisConfig, RedisTopology, StoreConfig};
 
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub const SAMPLE: &str = include_str!("../sample.yaml");

@@ -22,8 +22,8 @@ pub mod yaml;
 
 pub use config::{
     AccessLogConfig, AccessLogFormat, AllowedHosts, AllowedOrigins, Config, CorsConfig,
-    EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination, RedisConfig, SAMPLE,
-    StoreConfig, TOKEN_VARIABLES, Topology, UpstreamLimits, UpstreamProtocol, UpstreamUrl,
+    EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination, RedisConfig, RedisTopology,
+    SAMPLE, StoreConfig, TOKEN_VARIABLES, UpstreamLimits, UpstreamProtocol, UpstreamUrl,
     UpstreamUrlError, describe, rule_files,
 };
 pub use policies::{load as load_policies, parse as parse_policies};

@@ -20,7 +20,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::either::Either;
 
 use super::body::{IdleTimer, UpstreamRequestBody};
-use super::connection::{Progress, UpstreamStream};
+use super::connection::{CallProgress, UpstreamStream};
 use super::upstreams::{Upstream, Upstreams};
 use tidegate_config::UpstreamProtocol as Protocol;
 use tidegate_net::tls::UpstreamTls;
@@ -85,9 +85,9 @@ impl ClientError {
     }
 
     /// Returns the progress of the connection on which the request failed.
-    pub(super) fn progress(&self) -> Option<Progress> {
+    pub(super) fn progress(&self) -> Option<CallProgress> {
         match self {
-            Self::Failed(error) => Progress::of(error),
+            Self::Failed(error) => CallProgress::of(error),
             Self::Timeout => None,
         }
     }
@@ -163,7 +163,7 @@ impl Clients {
             response = NEEDS_CONNECTION.scope((), client.request(request)) => response?,
             () = timer.expired(self.header_timeout) => return Err(ClientError::Timeout),
         };
-        if let Some(progress) = response.extensions().get::<Progress>() {
+        if let Some(progress) = response.extensions().get::<CallProgress>() {
             progress.record_response();
         }
         Ok(response)

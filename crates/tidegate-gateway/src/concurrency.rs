@@ -53,7 +53,7 @@ struct State {
     in_flight: usize,
     pending: usize,
     /// Clients with requests.
-    clients: HashMap<IpAddr, Client>,
+    clients: HashMap<IpAddr, ClientRequests>,
     /// Clients with pending requests, in the order of their turns.
     turns: BTreeMap<u64, IpAddr>,
     /// Number of the next turn, or of the next pending request.
@@ -61,7 +61,7 @@ struct State {
 }
 
 #[derive(Debug, Default)]
-struct Client {
+struct ClientRequests {
     in_flight: usize,
     /// Pending requests in the order of arrival.
     waiters: BTreeMap<u64, oneshot::Sender<RequestPermit>>,
@@ -77,7 +77,7 @@ pub(super) struct RequestPermit {
 }
 
 /// Request that waits for a permit.
-struct Pending<'l> {
+struct PendingRequest<'l> {
     limit: &'l ConcurrencyLimit,
     client: IpAddr,
     waiter: u64,
@@ -113,7 +113,7 @@ impl ConcurrencyLimit {
             }
             state.enqueue(client, max_pending).ok_or(Overload::QueueFull)?
         };
-        let _pending = Pending { limit: self, client, waiter };
+        let _pending = PendingRequest { limit: self, client, waiter };
         let deadline = Instant::now() + pending_timeout;
         loop {
             self.uploads.end_slowest();
@@ -219,7 +219,7 @@ impl State {
     }
 
     fn forget_idle(&mut self, client: IpAddr) {
-        let is_idle = |entry: &Client| entry.in_flight == 0 && entry.waiters.is_empty();
+        let is_idle = |entry: &ClientRequests| entry.in_flight == 0 && entry.waiters.is_empty();
         if self.clients.get(&client).is_some_and(is_idle) {
             self.clients.remove(&client);
         }
@@ -248,7 +248,7 @@ impl Drop for RequestPermit {
     }
 }
 
-impl Drop for Pending<'_> {
+impl Drop for PendingRequest<'_> {
     fn drop(&mut self) {
         self.limit.state().dequeue(self.client, self.waiter);
     }

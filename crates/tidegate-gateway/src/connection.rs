@@ -18,7 +18,7 @@ use tokio_util::either::Either;
 
 /// Progress of a connection. It is an extension of each of its responses.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Progress(Arc<ProgressState>);
+pub(super) struct CallProgress(Arc<ProgressState>);
 
 #[derive(Debug, Default)]
 struct ProgressState {
@@ -26,7 +26,7 @@ struct ProgressState {
     awaits_response: AtomicBool,
 }
 
-impl Progress {
+impl CallProgress {
     /// Returns the progress of the connection on which a request failed.
     pub(super) fn of(error: &legacy::Error) -> Option<Self> {
         let mut extensions = http::Extensions::new();
@@ -56,17 +56,17 @@ impl Progress {
 /// Connection by TCP, with or without TLS, or to a Unix socket.
 pub(super) type UpstreamSocket = Either<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>, UnixStream>;
 
-/// Stream that records its [`Progress`].
+/// Stream that records its [`CallProgress`].
 pub(super) struct UpstreamStream {
     stream: UpstreamSocket,
-    progress: Progress,
+    progress: CallProgress,
     /// Permit for the connection, if their number is limited. It is dropped after the stream.
     _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl UpstreamStream {
     pub(super) fn new(stream: UpstreamSocket) -> Self {
-        Self { stream, progress: Progress::default(), _permit: None }
+        Self { stream, progress: CallProgress::default(), _permit: None }
     }
 
     /// Keeps the permit for the connection until it is closed.

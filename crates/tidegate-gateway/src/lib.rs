@@ -86,7 +86,7 @@ fn service(
     state.metrics.register(Arc::clone(&telemetry) as Arc<dyn MetricsSection>);
     state.set_proxy(Arc::clone(&telemetry) as Arc<dyn tidegate_service::state::Proxy>);
     let tls = CurrentTls::new(Arc::clone(state)).map_err(anyhow::Error::msg)?;
-    let proxy = Proxy {
+    let proxy = ReverseProxy {
         state: Arc::clone(state),
         clients: Clients::new(&tls, settings.connect_timeout, settings.header_timeout, &upstreams),
         upstreams,
@@ -116,7 +116,7 @@ fn warn_about_unused_policies(policies: &Policies) {
 
 /// Reverse proxy as a Tower service.
 #[derive(Clone)]
-pub struct Gateway(Arc<Proxy>);
+pub struct Gateway(Arc<ReverseProxy>);
 
 impl Service<listener::Request> for Gateway {
     type Response = Response<Body>;
@@ -133,7 +133,7 @@ impl Service<listener::Request> for Gateway {
     }
 }
 
-struct Proxy {
+struct ReverseProxy {
     state: Arc<ServerState>,
     upstreams: Arc<Upstreams>,
     clients: Clients,
@@ -144,7 +144,7 @@ struct Proxy {
     underscore_headers: bool,
 }
 
-impl Proxy {
+impl ReverseProxy {
     async fn handle(&self, request: listener::Request) -> Response<Body> {
         let is_http1 = request.version() < Version::HTTP_2;
         let is_head = request.method() == Method::HEAD;

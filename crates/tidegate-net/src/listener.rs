@@ -53,7 +53,7 @@ pub use lingering::LingeringBody;
 pub use places::Accepted;
 use places::ConnectionSlots;
 use service::ConnectionService;
-pub use session::{CommandBudget, Input, Session, Step, serve_session};
+pub use session::{CommandBudget, Input, Session, SessionStep, serve_session};
 pub use socket::Socket;
 use socket::{SocketStream, UNIX_PEER};
 use wakers::{ConnectionWaker, Wrapped};

@@ -27,7 +27,7 @@ mod plan;
 mod rejection;
 mod request;
 
-use grpc::{CallError, GrpcBody, GrpcResponse, MessageReader};
+use grpc::{GrpcBody, GrpcCallError, GrpcResponse, MessageReader};
 use message_buffer::ConnectionBudget;
 use plan::DescriptorPlan;
 use rejection::{Rejection, RejectionCounters};
@@ -116,8 +116,8 @@ impl Envoy {
                 }
                 match should_rate_limit(&envoy.state, buffered, peer, request).await {
                     Ok(response) => Ok(response),
-                    Err(CallError::Failed(status)) => Ok(status.into_http()),
-                    Err(CallError::Rejected(rejection)) => {
+                    Err(GrpcCallError::Failed(status)) => Ok(status.into_http()),
+                    Err(GrpcCallError::Rejected(rejection)) => {
                         Ok(rejection.into_response(&envoy.rejections))
                     }
                 }
@@ -131,7 +131,7 @@ async fn should_rate_limit(
     buffered: &ConnectionBudget,
     peer: Peer,
     request: Request,
-) -> Result<GrpcResponse, CallError> {
+) -> Result<GrpcResponse, GrpcCallError> {
     let active = state.active_guard();
     let (head, body) = request.into_parts();
     if let Some(tokens) = active.tokens.of_api() {
@@ -218,7 +218,7 @@ fn strictest(charges: &[PreparedCharge<'_>]) -> OnStoreFailure {
 fn undecided(
     plans: &[DescriptorPlan<'_>],
     failure: OnStoreFailure,
-) -> Result<GrpcResponse, CallError> {
+) -> Result<GrpcResponse, GrpcCallError> {
     if failure == OnStoreFailure::Error {
         return Err(Status::unavailable("the store is unavailable").into());
     }

@@ -9,7 +9,7 @@ use crate::metrics::{Metrics, PARTS};
 use tidegate_net::LogThrottle;
 
 /// Part of the original request that a proxy describes in a header.
-struct Part {
+struct RequestPart {
     header: &'static str,
     /// Attributes that it provides.
     attributes: &'static str,
@@ -19,22 +19,22 @@ struct Part {
     caddy: &'static str,
 }
 
-const DESCRIPTIONS: [Part; PARTS] = [
-    Part {
+const DESCRIPTIONS: [RequestPart; PARTS] = [
+    RequestPart {
         header: "X-Forwarded-Uri",
         attributes: "path or query",
         provides: |name| name == "path" || name.starts_with("query."),
         nginx: "$request_uri",
         caddy: "{uri}",
     },
-    Part {
+    RequestPart {
         header: "X-Forwarded-Method",
         attributes: "method",
         provides: |name| name == "method",
         nginx: "$request_method",
         caddy: "{method}",
     },
-    Part {
+    RequestPart {
         header: "X-Forwarded-Host",
         attributes: "host",
         provides: |name| name == "host",
@@ -66,7 +66,7 @@ impl UsedParts {
             };
             metrics.count_incomplete_forward_auth(number);
             let Some(suppressed) = THROTTLES[number].should_log(Instant::now()) else { continue };
-            let Part { header, attributes, nginx, caddy, .. } = part;
+            let RequestPart { header, attributes, nginx, caddy, .. } = part;
             tracing::warn!(
                 policy,
                 suppressed,

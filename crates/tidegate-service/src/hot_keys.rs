@@ -40,7 +40,7 @@ const SPIN_LIMIT: usize = 16;
 /// Most frequent keys of the last minutes, by outcome.
 pub struct HotKeys {
     /// Shards of each stripe.
-    stripes: Box<[Box<[Shard]>]>,
+    stripes: Box<[Box<[HotKeyShard]>]>,
     /// Randomly seeded, because attackers choose keys. Keys with equal hashes would only share a
     /// shard, whose size and time are bounded, so the hash need not be a cryptographic one.
     hasher: RandomState,
@@ -58,7 +58,7 @@ pub struct HotKey {
 /// Shard on its own cache lines, to avoid false sharing between the locks.
 #[derive(Default)]
 #[repr(align(128))]
-struct Shard(Mutex<Minutes>);
+struct HotKeyShard(Mutex<Minutes>);
 
 /// Ring buffer: minute n is at index n modulo its length.
 type Minutes = [Minute; MAX_MINUTES];
@@ -95,7 +95,7 @@ pub(crate) fn seconds(time: Timestamp) -> u64 {
 impl HotKeys {
     pub fn new() -> Self {
         let stripes = thread::available_parallelism().map_or(1, usize::from).clamp(1, MAX_STRIPES);
-        let shards = || (0..SHARDS).map(|_| Shard::default()).collect();
+        let shards = || (0..SHARDS).map(|_| HotKeyShard::default()).collect();
         Self { stripes: (0..stripes).map(|_| shards()).collect(), hasher: RandomState::default() }
     }
 
@@ -162,7 +162,7 @@ impl HotKey {
     }
 }
 
-impl Shard {
+impl HotKeyShard {
     fn lock(&self) -> MutexGuard<'_, Minutes> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -446,7 +446,7 @@ mod tests {
     #[test]
     fn busy_shard_never_blocks_a_decision() {
         let hot_keys = HotKeys::new();
-        let busy: Vec<_> = hot_keys.stripes.iter().flatten().map(Shard::lock).collect();
+        let busy: Vec<_> = hot_keys.stripes.iter().flatten().map(HotKeyShard::lock).collect();
         assert!(!hot_keys.record(NOW, "per-user", "k", Allowed));
         drop(busy);
         assert!(hot_keys.record(NOW, "per-user", "k", Allowed));

@@ -40,11 +40,11 @@ pub enum LogFormat {
 }
 
 /// Guard that exports the last spans and writes the last lines on drop.
-pub struct Logs {
+pub struct LogGuard {
     traces: Option<SdkTracerProvider>,
 }
 
-impl Drop for Logs {
+impl Drop for LogGuard {
     fn drop(&mut self) {
         // First, because the exporter may log an error.
         if let Some(provider) = &self.traces {
@@ -63,7 +63,7 @@ pub fn line_counts() -> [(&'static str, u64); 2] {
 
 /// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
 /// runs on.
-pub fn start(format: LogFormat) -> anyhow::Result<Logs> {
+pub fn start(format: LogFormat) -> anyhow::Result<LogGuard> {
     let filter = match std::env::var(level::VARIABLE) {
         Ok(text) if !text.trim().is_empty() => level::parse(&text)?,
         _ => EnvFilter::new("info"),
@@ -87,5 +87,5 @@ pub fn start(format: LogFormat) -> anyhow::Result<Logs> {
     if provider.is_some() {
         traces::warn_about_protocol();
     }
-    Ok(Logs { traces: provider })
+    Ok(LogGuard { traces: provider })
 }

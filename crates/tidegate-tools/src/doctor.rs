@@ -11,7 +11,7 @@ use tidegate::store::redis::Reply;
 use tidegate::{Fleet, RedisStore, StoreError};
 
 use crate::tool::redis_info::{self, Info};
-use tidegate_config::{RedisConfig, Topology};
+use tidegate_config::{RedisConfig, RedisTopology};
 
 mod acl;
 mod clock;
@@ -107,7 +107,7 @@ struct NodeUnderTest<'a> {
     address: &'a str,
     /// Empty if INFO is not permitted.
     info: Info,
-    topology: Topology,
+    topology: RedisTopology,
     config: ConfigGet,
     options: &'a CheckOptions<'a>,
     report: &'a mut DoctorReport,
@@ -132,7 +132,8 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
     let mut report = DoctorReport::default();
     let nodes = store.nodes();
     let (primaries, sentinels): (Vec<_>, Vec<_>) = nodes.iter().partition(|node| node.primary);
-    let mut topology = if sentinels.is_empty() { Topology::Single } else { Topology::Sentinel };
+    let mut topology =
+        if sentinels.is_empty() { RedisTopology::Single } else { RedisTopology::Sentinel };
     let mut clocks = clock::Clocks::default();
     for (index, node) in primaries.iter().enumerate() {
         let address = node.address.as_str();
@@ -146,15 +147,17 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
             }
         };
         if primaries.len() > 1 || is_cluster_node(store, address, &info).await {
-            topology = Topology::Cluster;
+            topology = RedisTopology::Cluster;
         }
         let node =
             &mut NodeUnderTest::new(store, address, info, topology, options, &mut report).await;
         if index == 0 {
             match topology {
-                Topology::Single => node.report.add(Finding::ok("topology", "a single server")),
-                Topology::Sentinel => sentinels::check(node, &sentinels).await,
-                Topology::Cluster => cluster::check(node, primaries.len()).await,
+                RedisTopology::Single => {
+                    node.report.add(Finding::ok("topology", "a single server"))
+                }
+                RedisTopology::Sentinel => sentinels::check(node, &sentinels).await,
+                RedisTopology::Cluster => cluster::check(node, primaries.len()).await,
             }
         }
         node.report.node(address, NodeRole::Primary).version = node.info.server();
@@ -162,8 +165,8 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
         node.check_config_command();
         acl::check(node).await;
         match topology {
-            Topology::Cluster => cluster::check_migration(node).await,
-            Topology::Single | Topology::Sentinel => routing::check(node).await,
+            RedisTopology::Cluster => cluster::check_migration(node).await,
+            RedisTopology::Single | RedisTopology::Sentinel => routing::check(node).await,
         }
         memory::check(node).await;
         replicas::check(node, &mut clocks).await;
@@ -195,7 +198,7 @@ async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool
 }
 
 /// Returns the finding of a node that cannot be reached, with advice if the cause is known.
-pub fn connection_finding(error: &StoreError, prefix: &str, topology: Topology) -> Finding {
+pub fn connection_finding(error: &StoreError, prefix: &str, topology: RedisTopology) -> Finding {
     acl::missing_at_connect(&error.to_string(), prefix, topology)
         .or_else(|| connection::finding(error))
         .unwrap_or_else(|| Finding::error(connection::CHECK, error.to_string()))
@@ -244,7 +247,7 @@ impl<'a> NodeUnderTest<'a> {
         store: &'a RedisStore,
         address: &'a str,
         info: Info,
-        topology: Topology,
+        topology: RedisTopology,
         options: &'a CheckOptions<'a>,
         report: &'a mut DoctorReport,
     ) -> Self {

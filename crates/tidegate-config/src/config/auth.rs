@@ -37,7 +37,7 @@ pub(super) fn validate(
     folder: &Path,
     raw: raw::RawAuth,
 ) -> Result<Auth, ConfigError> {
-    let mut loader = Loader {
+    let mut loader = AuthLoader {
         document,
         folder,
         auth: Auth { tokens: Tokens::default(), files: Vec::new(), warnings: Vec::new() },
@@ -68,13 +68,13 @@ struct WrittenToken {
     file: Option<Spanned<String>>,
 }
 
-struct Loader<'a, 'd> {
+struct AuthLoader<'a, 'd> {
     document: &'a Document<'d>,
     folder: &'a Path,
     auth: Auth,
 }
 
-impl Loader<'_, '_> {
+impl AuthLoader<'_, '_> {
     /// Loads a token that a variable overrides. The variable with `_FILE` at its end names a file.
     fn short_form(
         &mut self,

@@ -33,7 +33,7 @@ pub struct RedisConfig {
 
 /// Redis deployment type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Topology {
+pub enum RedisTopology {
     Single,
     Sentinel,
     Cluster,
@@ -222,11 +222,11 @@ impl RedisConfig {
 
     /// Returns the topology by the configured addresses. A cluster that is configured by a single
     /// node counts as a single server here.
-    pub fn topology(&self) -> Topology {
+    pub fn topology(&self) -> RedisTopology {
         match &self.servers {
-            Servers::One(_) => Topology::Single,
-            Servers::Cluster(_) => Topology::Cluster,
-            Servers::Sentinel { .. } => Topology::Sentinel,
+            Servers::One(_) => RedisTopology::Single,
+            Servers::Cluster(_) => RedisTopology::Cluster,
+            Servers::Sentinel { .. } => RedisTopology::Sentinel,
         }
     }
 

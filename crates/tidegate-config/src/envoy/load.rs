@@ -21,7 +21,7 @@ impl Rules {
     ) -> Result<Self, RulesError> {
         let mut domains: BTreeMap<String, Level> = BTreeMap::new();
         let (rules, warnings) = (Vec::new(), Warnings::default());
-        let mut loader = Loader { files, file: 0, algorithm, algorithms, rules, warnings };
+        let mut loader = RuleLoader { files, file: 0, algorithm, algorithms, rules, warnings };
         for (index, (file, text)) in files.iter().enumerate() {
             loader.file = index;
             let RawFile { domain, descriptors, notes } = RawFile::parse(file, text)?;
@@ -33,7 +33,7 @@ impl Rules {
             let level = domains.entry(domain.clone()).or_default();
             loader.load_level(level, &domain, &[], descriptors)?;
         }
-        let Loader { rules, warnings, .. } = loader;
+        let RuleLoader { rules, warnings, .. } = loader;
         let rules = Self { domains, all: rules, warnings: warnings.into_list() };
         rules.check_algorithm_names(algorithms)?;
         Ok(rules)
@@ -61,7 +61,7 @@ impl Rules {
 }
 
 /// Converts descriptors into nodes and rules.
-struct Loader<'a> {
+struct RuleLoader<'a> {
     files: &'a [(String, String)],
     /// Index of the current file.
     file: usize,
@@ -71,7 +71,7 @@ struct Loader<'a> {
     warnings: Warnings,
 }
 
-impl<'a> Loader<'a> {
+impl<'a> RuleLoader<'a> {
     fn file_name(&self) -> &'a str {
         &self.files[self.file].0
     }

@@ -64,7 +64,7 @@ impl Fields for RawFile {
         map: &mut A,
     ) -> Result<(), A::Error> {
         match name {
-            "domain" => self.domain = map.next_value::<Text>()?.0.unwrap_or_default(),
+            "domain" => self.domain = map.next_value::<RuleText>()?.0.unwrap_or_default(),
             _ => self.descriptors = map.next_value::<Option<_>>()?.unwrap_or_default(),
         }
         Ok(())
@@ -95,8 +95,8 @@ impl Fields for RawDescriptor {
         map: &mut A,
     ) -> Result<(), A::Error> {
         match name {
-            "key" => self.key = map.next_value::<Text>()?.0.unwrap_or_default(),
-            "value" => self.value = map.next_value::<Text>()?.0.unwrap_or_default(),
+            "key" => self.key = map.next_value::<RuleText>()?.0.unwrap_or_default(),
+            "value" => self.value = map.next_value::<RuleText>()?.0.unwrap_or_default(),
             "rate_limit" => {
                 let limit: Option<Spanned<RawLimit>> = map.next_value()?;
                 self.rate_limit = limit.map(|mut limit| {
@@ -107,16 +107,16 @@ impl Fields for RawDescriptor {
                 });
             }
             "descriptors" => self.descriptors = map.next_value::<Option<_>>()?.unwrap_or_default(),
-            "shadow_mode" => self.shadow_mode = map.next_value::<Flag>()?.0.unwrap_or_default(),
-            "quota_mode" => self.quota_mode = map.next_value::<Flag>()?.0.unwrap_or_default(),
+            "shadow_mode" => self.shadow_mode = map.next_value::<RuleFlag>()?.0.unwrap_or_default(),
+            "quota_mode" => self.quota_mode = map.next_value::<RuleFlag>()?.0.unwrap_or_default(),
             "detailed_metric" => {
-                self.detailed_metric = map.next_value::<Flag>()?.0.unwrap_or_default();
+                self.detailed_metric = map.next_value::<RuleFlag>()?.0.unwrap_or_default();
             }
             "value_to_metric" => {
-                self.value_to_metric = map.next_value::<Flag>()?.0.unwrap_or_default();
+                self.value_to_metric = map.next_value::<RuleFlag>()?.0.unwrap_or_default();
             }
             "share_threshold" => {
-                self.share_threshold = map.next_value::<Flag>()?.0.unwrap_or_default();
+                self.share_threshold = map.next_value::<RuleFlag>()?.0.unwrap_or_default();
             }
             _ => self.metadata.0.extend(map.next_value::<Metadata>()?.0),
         }
@@ -141,14 +141,14 @@ impl Fields for RawLimit {
         match name {
             "unit" => {
                 let Spanned { value, referenced, defined, .. } =
-                    map.next_value::<Spanned<Text>>()?;
+                    map.next_value::<Spanned<RuleText>>()?;
                 let unit = value.0.filter(|unit| !unit.is_empty());
                 self.unit = unit.map(|unit| Spanned::new(unit, referenced, defined));
             }
             "requests_per_unit" => self.requests_per_unit = map.next_value::<Requests>()?.0,
             "unit_multiplier" => self.unit_multiplier = map.next_value::<Multiplier>()?.0,
-            "unlimited" => self.unlimited = map.next_value::<Flag>()?.0.unwrap_or_default(),
-            "name" => self.name = map.next_value::<Text>()?.0.filter(|name| !name.is_empty()),
+            "unlimited" => self.unlimited = map.next_value::<RuleFlag>()?.0.unwrap_or_default(),
+            "name" => self.name = map.next_value::<RuleText>()?.0.filter(|name| !name.is_empty()),
             _ => self.replaces = map.next_value::<Option<_>>()?.unwrap_or_default(),
         }
         Ok(())
@@ -167,7 +167,7 @@ impl Fields for RawReplaced {
         _: &'static str,
         map: &mut A,
     ) -> Result<(), A::Error> {
-        self.name = map.next_value::<Text>()?.0.unwrap_or_default();
+        self.name = map.next_value::<RuleText>()?.0.unwrap_or_default();
         Ok(())
     }
 
@@ -307,9 +307,9 @@ impl RawLimit {
 }
 
 /// Text of at most [`MAX_TEXT_BYTES`].
-struct Text(Option<String>);
+struct RuleText(Option<String>);
 
-impl<'de> Deserialize<'de> for Text {
+impl<'de> Deserialize<'de> for RuleText {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text: Option<String> = Option::deserialize(deserializer)?;
         let length = text.as_ref().map_or(0, String::len);
@@ -322,9 +322,9 @@ impl<'de> Deserialize<'de> for Text {
     }
 }
 
-struct Flag(Option<bool>);
+struct RuleFlag(Option<bool>);
 
-impl<'de> Deserialize<'de> for Flag {
+impl<'de> Deserialize<'de> for RuleFlag {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let flag = Option::deserialize(deserializer);
         flag.map(Self).map_err(|_| D::Error::custom("must be true or false"))

@@ -47,7 +47,7 @@ impl Frame {
 
 /// Part of a frame that matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum FrameEvent {
     Head(Frame),
     Setting { id: u16, value: u32 },
     WindowUpdate { stream: u32, increment: u32 },
@@ -104,7 +104,7 @@ pub(super) struct FrameReader {
 
 impl FrameReader {
     /// Reads the next bytes.
-    pub(super) fn read(&mut self, mut bytes: &[u8], mut on_event: impl FnMut(Event)) {
+    pub(super) fn read(&mut self, mut bytes: &[u8], mut on_event: impl FnMut(FrameEvent)) {
         while !bytes.is_empty() {
             let (length, part) = self.position.advance(bytes);
             let (now, later) = bytes.split_at(length);
@@ -112,7 +112,7 @@ impl FrameReader {
                 FramePart::Head => {}
                 FramePart::Start(frame) => {
                     self.start_frame(frame);
-                    on_event(Event::Head(frame));
+                    on_event(FrameEvent::Head(frame));
                 }
                 FramePart::Payload => self.read_payload(now, &mut on_event),
             }
@@ -134,7 +134,7 @@ impl FrameReader {
         }
     }
 
-    fn read_payload(&mut self, bytes: &[u8], on_event: &mut impl FnMut(Event)) {
+    fn read_payload(&mut self, bytes: &[u8], on_event: &mut impl FnMut(FrameEvent)) {
         let item_bytes = match self.frame.kind {
             SETTINGS => SETTING_BYTES,
             WINDOW_UPDATE => INCREMENT_BYTES,
@@ -150,14 +150,17 @@ impl FrameReader {
         }
     }
 
-    fn item(&self) -> Event {
+    fn item(&self) -> FrameEvent {
         let [first, second, third, fourth, fifth, sixth] = self.item;
         if self.frame.kind == SETTINGS {
             let id = u16::from_be_bytes([first, second]);
-            return Event::Setting { id, value: u32::from_be_bytes([third, fourth, fifth, sixth]) };
+            return FrameEvent::Setting {
+                id,
+                value: u32::from_be_bytes([third, fourth, fifth, sixth]),
+            };
         }
         let increment = u32::from_be_bytes([first, second, third, fourth]) & 0x7fff_ffff;
-        Event::WindowUpdate { stream: self.frame.stream, increment }
+        FrameEvent::WindowUpdate { stream: self.frame.stream, increment }
     }
 }
 
@@ -172,7 +175,7 @@ mod tests {
     use super::*;
     use crate::fuzz;
 
-    fn events(bytes: &[u8], read_size: usize) -> (Vec<Event>, bool) {
+    fn events(bytes: &[u8], read_size: usize) -> (Vec<FrameEvent>, bool) {
         let (mut reader, mut events) = (FrameReader::default(), Vec::new());
         for read in bytes.chunks(read_size) {
             reader.read(read, |event| events.push(event));
@@ -191,13 +194,14 @@ mod tests {
             encode(SETTINGS, 0, &[]),
         ]
         .concat();
-        let head = |kind, stream, length| Event::Head(Frame { kind, flags: 0, stream, length });
+        let head =
+            |kind, stream, length| FrameEvent::Head(Frame { kind, flags: 0, stream, length });
         let expected = vec![
             head(SETTINGS, 0, 12),
-            Event::Setting { id: 4, value: 7 },
-            Event::Setting { id: 3, value: 256 },
+            FrameEvent::Setting { id: 4, value: 7 },
+            FrameEvent::Setting { id: 3, value: 256 },
             head(WINDOW_UPDATE, 3, 4),
-            Event::WindowUpdate { stream: 3, increment: 5 },
+            FrameEvent::WindowUpdate { stream: 3, increment: 5 },
             head(DATA, 3, 7),
             head(SETTINGS, 0, 0),
         ];
@@ -217,23 +221,23 @@ mod tests {
     }
 
     /// The naive model: frame by frame, in the whole text.
-    fn model(mut bytes: &[u8]) -> Vec<Event> {
+    fn model(mut bytes: &[u8]) -> Vec<FrameEvent> {
         let mut events = Vec::new();
         while let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() {
             let frame = Frame::parse(*head);
-            events.push(Event::Head(frame));
+            events.push(FrameEvent::Head(frame));
             let payload = &rest[..rest.len().min(frame.length as usize)];
             bytes = &rest[payload.len()..];
             match frame.kind {
                 SETTINGS => events.extend(payload.chunks_exact(SETTING_BYTES).map(|setting| {
                     let (id, value) = setting.split_at(2);
                     let value = u32::from_be_bytes(value.try_into().expect("four bytes"));
-                    Event::Setting { id: u16::from_be_bytes([id[0], id[1]]), value }
+                    FrameEvent::Setting { id: u16::from_be_bytes([id[0], id[1]]), value }
                 })),
                 WINDOW_UPDATE => events.extend(payload.chunks_exact(4).map(|increment| {
                     let increment = u32::from_be_bytes(increment.try_into().expect("four bytes"));
                     let increment = increment & 0x7fff_ffff;
-                    Event::WindowUpdate { stream: frame.stream, increment }
+                    FrameEvent::WindowUpdate { stream: frame.stream, increment }
                 })),
                 _ => {}
             }

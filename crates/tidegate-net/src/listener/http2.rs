@@ -10,7 +10,8 @@ use h2::Reason;
 use tokio::time::Instant;
 
 use super::frames::{
-    self, ACK, DATA, END_STREAM, Event, Frame, FrameReader, GOAWAY, HEADERS, RST_STREAM, SETTINGS,
+    self, ACK, DATA, END_STREAM, Frame, FrameEvent, FrameReader, GOAWAY, HEADERS, RST_STREAM,
+    SETTINGS,
 };
 
 /// Flow control window of a connection, and of a stream before the client's settings arrive.
@@ -89,19 +90,19 @@ impl Http2 {
         let mut reader = std::mem::take(&mut self.received);
         let mut control_frames = 0;
         reader.read(bytes, |event| match event {
-            Event::Head(frame) => control_frames += u64::from(self.received_frame(frame)),
-            Event::Setting { id: INITIAL_WINDOW_SIZE, value } => {
+            FrameEvent::Head(frame) => control_frames += u64::from(self.received_frame(frame)),
+            FrameEvent::Setting { id: INITIAL_WINDOW_SIZE, value } => {
                 let change = i64::from(value) - self.initial_window;
                 self.initial_window += change;
                 for stream in &mut self.streams {
                     stream.window += change;
                 }
             }
-            Event::Setting { .. } => {}
-            Event::WindowUpdate { stream: 0, increment } => {
+            FrameEvent::Setting { .. } => {}
+            FrameEvent::WindowUpdate { stream: 0, increment } => {
                 self.connection_window += i64::from(increment);
             }
-            Event::WindowUpdate { stream, increment } => {
+            FrameEvent::WindowUpdate { stream, increment } => {
                 if let Some(stream) = self.stream(stream) {
                     stream.window += i64::from(increment);
                 }
@@ -160,7 +161,7 @@ impl Http2 {
     pub(super) fn send(&mut self, bytes: &[u8]) {
         let mut reader = std::mem::take(&mut self.sent);
         reader.read(bytes, |event| {
-            if let Event::Head(frame) = event {
+            if let FrameEvent::Head(frame) = event {
                 self.sent_frame(frame);
             }
         });

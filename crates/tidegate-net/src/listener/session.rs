@@ -39,7 +39,7 @@ pub trait Session: Send {
         input: &mut Input,
         replies: &mut Vec<u8>,
         commands: &mut CommandBudget,
-    ) -> impl Future<Output = Step> + Send;
+    ) -> impl Future<Output = SessionStep> + Send;
 }
 
 /// Number of commands that a connection may still handle in this poll.
@@ -65,7 +65,7 @@ impl CommandBudget {
 
 /// Next step of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum SessionStep {
     /// All complete commands are handled.
     Read,
     /// Others are to run before the next commands are handled.
@@ -237,21 +237,21 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin, S: Session>(
             let step = session.handle(&mut input, &mut replies, &mut commands).await;
             if input.bytes().is_empty() {
                 incomplete_since = None;
-            } else if step == Step::Flush
+            } else if step == SessionStep::Flush
                 || input.bytes().len() < waiting
                 || incomplete_since.is_none()
             {
                 incomplete_since = Some(Instant::now());
             }
             match step {
-                Step::Yield => {
+                SessionStep::Yield => {
                     commands.left = 0;
                     continue;
                 }
                 // Others may have waited for a long pipeline.
-                Step::Flush => commands.left = 0,
-                Step::Read => {}
-                Step::Close => {
+                SessionStep::Flush => commands.left = 0,
+                SessionStep::Read => {}
+                SessionStep::Close => {
                     drop(input);
                     linger(stream, &replies).await;
                     return None;
@@ -268,7 +268,7 @@ async fn run<I: AsyncRead + AsyncWrite + Unpin, S: Session>(
                 replies = Vec::new();
             }
             replies.clear();
-            if step == Step::Read {
+            if step == SessionStep::Read {
                 break;
             }
         }
@@ -334,10 +334,10 @@ mod tests {
             input: &mut Input,
             replies: &mut Vec<u8>,
             commands: &mut CommandBudget,
-        ) -> Step {
+        ) -> SessionStep {
             while let Some(end) = input.bytes().iter().position(|byte| *byte == b'\n') {
                 if !commands.take() {
-                    return Step::Yield;
+                    return SessionStep::Yield;
                 }
                 let line = String::from_utf8_lossy(&input.bytes()[..end]);
                 let number = line.split(' ').next().and_then(|word| word.parse().ok());
@@ -346,7 +346,7 @@ mod tests {
                 input.consume(end + 1);
                 self.0.fetch_add(1, Ordering::Relaxed);
             }
-            Step::Read
+            SessionStep::Read
         }
     }
 

@@ -14,13 +14,13 @@ const MAX_SAMPLES: usize = 900;
 
 /// Samples as JSON, the oldest first. Each is serialized once.
 #[derive(Default)]
-pub(super) struct History {
+pub(super) struct SampleHistory {
     samples: VecDeque<Arc<str>>,
     /// Number of samples since the start.
     total: u64,
 }
 
-impl History {
+impl SampleHistory {
     /// Adds a sample, and returns its number.
     pub(super) fn push(&mut self, sample: Arc<str>) -> u64 {
         if self.samples.len() == MAX_SAMPLES {
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn history_keeps_the_newest_samples() {
-        let mut history = History::default();
+        let mut history = SampleHistory::default();
         assert_eq!(history.body(), r#"{"interval_ms":1000,"samples":[]}"#);
         for number in 0..MAX_SAMPLES + 5 {
             history.push(number.to_string().into());

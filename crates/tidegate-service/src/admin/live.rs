@@ -19,7 +19,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, watch};
 use tokio::time::timeout;
 
-use super::history::History;
+use super::history::SampleHistory;
 use super::hot_keys::{DEFAULT_LIMIT, HotKeysBody};
 use super::sampler::{Percentiles, Sampler};
 use super::status::{Status, StatusParts};
@@ -41,7 +41,7 @@ const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering")
 
 /// Source of the events of all streams.
 pub(crate) struct Live {
-    history: Mutex<History>,
+    history: Mutex<SampleHistory>,
     events: broadcast::Sender<Events>,
     opening: Mutex<Option<Opening>>,
     last_sent: Mutex<LastSent>,
@@ -99,7 +99,7 @@ impl Live {
         }
     }
 
-    pub(super) fn history(&self) -> MutexGuard<'_, History> {
+    pub(super) fn history(&self) -> MutexGuard<'_, SampleHistory> {
         lock(&self.history)
     }
 

@@ -104,7 +104,7 @@ struct StateBody {
 }
 
 /// Count that is looked up.
-struct Target<'a> {
+struct LookupTarget<'a> {
     policy: &'a str,
     key: String,
     quota: &'a Quota,
@@ -164,7 +164,7 @@ fn targets<'a>(
     active: &'a ActiveConfig,
     key: &str,
     only: Option<&str>,
-) -> Result<Vec<Target<'a>>, Problem> {
+) -> Result<Vec<LookupTarget<'a>>, Problem> {
     let is_wanted = |name: &str| only.is_none_or(|only| only == name);
     let rules = || active.envoy.rules.rules().filter(|rule| is_wanted(&rule.path));
     if let Some(only) = only
@@ -192,9 +192,9 @@ fn of_policy<'a>(
     active: &ActiveConfig,
     policy: &'a Policy,
     key: &str,
-) -> Vec<Target<'a>> {
+) -> Vec<LookupTarget<'a>> {
     let attributes: Vec<&str> = policy.key().iter().map(KeySource::as_str).collect();
-    let target = |key: String, is_shared, only_in_use| Target {
+    let target = |key: String, is_shared, only_in_use| LookupTarget {
         policy: policy.name(),
         quota: policy.quota_for(&key),
         is_override: policy.overrides().any(|(overridden, _)| overridden == key),
@@ -225,7 +225,7 @@ fn of_rule<'a>(
     rule: &'a Rule,
     key: &str,
     counter: Option<&CounterParts>,
-) -> Option<Target<'a>> {
+) -> Option<LookupTarget<'a>> {
     let Limit::Quota(_, quota) = &rule.limit else { return None };
     let rules = &active.envoy.rules;
     let find = |domain: &str, entries: &[(&str, &str)]| {
@@ -242,7 +242,7 @@ fn of_rule<'a>(
         rules.domains().find_map(|domain| find(domain, &[(entry, key)]))?
     };
     let mode = if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode };
-    Some(Target {
+    Some(LookupTarget {
         policy: &rule.path,
         key,
         quota,
@@ -257,7 +257,7 @@ fn is_hash_of(key: &str, show_keys: ShowKeys) -> bool {
     show_keys == ShowKeys::Hashed && key_hash::is_hash(key)
 }
 
-impl Target<'_> {
+impl LookupTarget<'_> {
     /// Looks the count up. Also returns whether units of this key are in use.
     async fn peek(self, active: &ActiveConfig) -> (bool, Option<ResultBody>) {
         let only_in_use = self.only_in_use;

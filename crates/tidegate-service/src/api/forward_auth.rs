@@ -27,7 +27,7 @@ const HOST: [&str; 2] = ["x-forwarded-host", "x-original-host"];
 #[derive(Deserialize, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub struct Parameters {
+pub struct ForwardAuthParameters {
     /// Policy to apply, even if it does not match; by default all policies that match.
     policy: Option<String>,
     /// Status of a denial; by default 429. nginx accepts only 401 and 403.
@@ -50,7 +50,7 @@ enum DenyStatus {
 /// The proxy sends the headers of the request; its method, URI and host are in X-Forwarded-Method,
 /// -Uri and -Host or X-Original-Method, -URI (-URL) and -Host.
 #[utoipa::path(
-    get, path = "/v1/forward-auth", params(Parameters),
+    get, path = "/v1/forward-auth", params(ForwardAuthParameters),
     responses(
         (status = 200, description = "Allowed"),
         (
@@ -105,7 +105,7 @@ pub async fn forward_auth(
              mark (Caddy: uri /v1/forward-auth?)",
         ));
     }
-    let parameters: Result<Query<Parameters>, _> = Query::try_from_uri(&head.uri);
+    let parameters: Result<Query<ForwardAuthParameters>, _> = Query::try_from_uri(&head.uri);
     let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let query = match &parameters.policy {
         Some(policy) => DecisionQuery::attributes_for(policy, &request),

@@ -83,7 +83,7 @@ pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
 
 /// Reason why a call is not decided.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum CallError {
+pub(super) enum GrpcCallError {
     #[error("the call ends with a status: {0}")]
     Failed(#[from] Status),
     #[error("the call is denied: {0}")]
@@ -93,7 +93,7 @@ pub(super) enum CallError {
 /// Reader of the message of a call.
 pub(super) struct MessageReader<M> {
     /// Decodes a complete message.
-    pub(super) decode: fn(&[u8]) -> Result<M, CallError>,
+    pub(super) decode: fn(&[u8]) -> Result<M, GrpcCallError>,
     pub(super) max_bytes: usize,
 }
 
@@ -104,7 +104,7 @@ impl<M> MessageReader<M> {
         &self,
         body: B,
         buffer: &mut MessageBuffer<'_>,
-    ) -> Result<M, CallError>
+    ) -> Result<M, GrpcCallError>
     where
         B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
     {
@@ -136,7 +136,7 @@ impl<M> MessageReader<M> {
 
     /// Decodes the first message of the call, and skips the other complete ones at the start of
     /// these bytes. Returns the number of bytes of these messages.
-    fn decode_messages(&self, bytes: &[u8], first: &mut Option<M>) -> Result<usize, CallError> {
+    fn decode_messages(&self, bytes: &[u8], first: &mut Option<M>) -> Result<usize, GrpcCallError> {
         let mut rest = bytes;
         while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX_BYTES>()
         {

@@ -5,7 +5,7 @@ use prost::Message as _;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 use tonic::Status;
 
-use super::grpc::CallError;
+use super::grpc::GrpcCallError;
 use super::rejection::Rejection;
 use tidegate_api::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use tidegate_api::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{
@@ -25,7 +25,7 @@ const DESCRIPTORS: u32 = 2;
 const ENTRIES: u32 = 1;
 
 /// Decodes a request, and checks the number of its descriptors and entries.
-pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, CallError> {
+pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, GrpcCallError> {
     // A descriptor of two bytes takes 40 times as much memory once it is decoded.
     if message.len() > SMALL_MESSAGE {
         let (descriptors, entries) = count_parts(message).map_err(|error| malformed(&error))?;
@@ -40,7 +40,7 @@ pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, CallError> {
     Ok(request)
 }
 
-fn malformed(error: &prost::DecodeError) -> CallError {
+fn malformed(error: &prost::DecodeError) -> GrpcCallError {
     Status::internal(error.to_string()).into()
 }
 
@@ -167,8 +167,8 @@ mod tests {
 
     fn decoded(message: &[u8]) -> Result<RateLimitRequest, String> {
         decode(message).map_err(|error| match error {
-            CallError::Failed(status) => status.message().to_owned(),
-            CallError::Rejected(rejection) => rejection.to_string(),
+            GrpcCallError::Failed(status) => status.message().to_owned(),
+            GrpcCallError::Rejected(rejection) => rejection.to_string(),
         })
     }
 

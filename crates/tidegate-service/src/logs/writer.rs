@@ -29,7 +29,7 @@ pub struct LogWriter(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<LineQueue>,
     /// Notified of new lines and requests for the writer.
     wake: Condvar,
     /// Notified when the writer has stopped.
@@ -39,7 +39,7 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct LineQueue {
     bytes: Vec<u8>,
     lines: u64,
     reopen: bool,
@@ -113,18 +113,19 @@ impl Write for &LogWriter {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, LineQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run(&self, mut output: Output, linger: Duration) {
         let mut bytes = Vec::new();
         loop {
-            let is_idle = |queue: &mut Queue| queue.lines == 0 && !queue.reopen && !queue.stop;
+            let is_idle = |queue: &mut LineQueue| queue.lines == 0 && !queue.reopen && !queue.stop;
             let queue =
                 self.wake.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
-            let is_filling =
-                |queue: &mut Queue| queue.bytes.len() < BATCH_BYTES && !queue.reopen && !queue.stop;
+            let is_filling = |queue: &mut LineQueue| {
+                queue.bytes.len() < BATCH_BYTES && !queue.reopen && !queue.stop
+            };
             let lingered = self.wake.wait_timeout_while(queue, linger, is_filling);
             let (mut queue, _) = lingered.unwrap_or_else(PoisonError::into_inner);
             bytes.clear();

@@ -8,13 +8,13 @@ use tidegate::Action;
 use super::RespShared;
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError, Limits};
-use super::reply::{Reply, RespVersion, Writer};
+use super::reply::{RespReply, RespVersion, Writer};
 use super::request::{self, CommandQuery, QuotaCache};
 use super::transaction::{Queued, Transaction};
 use crate::auth::AuthListener;
 use crate::state::{ActiveConfig, Caller, ServerState};
 use tidegate_config::{Scope, Token};
-use tidegate_net::listener::{Peer, Step};
+use tidegate_net::listener::{Peer, SessionStep};
 
 /// Version of Redis whose protocol is supported. Clients choose features by it.
 const REDIS_VERSION: &str = "7.0.0";
@@ -92,8 +92,8 @@ impl Client {
         active: &ActiveConfig,
         arguments: Arguments<'_, '_>,
         replies: &mut Vec<u8>,
-    ) -> Step {
-        let Some(name) = arguments.get(0) else { return Step::Read };
+    ) -> SessionStep {
+        let Some(name) = arguments.get(0) else { return SessionStep::Read };
         let found = Command::find(name);
         let mut writer = Writer { bytes: replies, protocol: self.protocol };
         let answered = match found {
@@ -114,7 +114,11 @@ impl Client {
                 self.counters().count_error();
             }
             Writer { bytes: replies, protocol: self.protocol }.error(&error);
-            if self.failed_auths < MAX_FAILED_AUTHS { Step::Read } else { Step::Close }
+            if self.failed_auths < MAX_FAILED_AUTHS {
+                SessionStep::Read
+            } else {
+                SessionStep::Close
+            }
         })
     }
 
@@ -125,7 +129,7 @@ impl Client {
         command: Command,
         arguments: Arguments<'_, '_>,
         writer: &mut Writer<'_>,
-    ) -> Result<Step, String> {
+    ) -> Result<SessionStep, String> {
         let checked = self.check(active, command, arguments);
         let queued = match &mut self.transaction {
             Some(transaction) => checked.and_then(|()| transaction.push(arguments)),
@@ -135,11 +139,11 @@ impl Client {
             Ok(()) => writer.simple("QUEUED"),
             Err(error) => return self.abort(error),
         }
-        Ok(Step::Read)
+        Ok(SessionStep::Read)
     }
 
     /// Aborts the transaction, if there is one, because of an error.
-    fn abort(&mut self, error: String) -> Result<Step, String> {
+    fn abort(&mut self, error: String) -> Result<SessionStep, String> {
         self.transaction.iter_mut().for_each(Transaction::abort);
         Err(error)
     }
@@ -171,17 +175,17 @@ impl Client {
     }
 
     /// Writes a reply.
-    pub(super) fn write(&self, reply: &Reply, replies: &mut Vec<u8>) {
-        if matches!(reply, Reply::Error(_)) {
+    pub(super) fn write(&self, reply: &RespReply, replies: &mut Vec<u8>) {
+        if matches!(reply, RespReply::Error(_)) {
             self.counters().count_error();
         }
         Writer { bytes: replies, protocol: self.protocol }.reply(reply);
     }
 
     /// Writes the error of a broken frame, after which nothing can be read.
-    pub(super) fn reject(&self, error: &FrameError, replies: &mut Vec<u8>) -> Step {
-        self.write(&Reply::Error(format!("ERR Protocol error: {error}")), replies);
-        Step::Close
+    pub(super) fn reject(&self, error: &FrameError, replies: &mut Vec<u8>) -> SessionStep {
+        self.write(&RespReply::Error(format!("ERR Protocol error: {error}")), replies);
+        SessionStep::Close
     }
 
     fn counters(&self) -> &RespCounters {
@@ -195,7 +199,7 @@ impl Client {
         command: Command,
         arguments: Arguments<'_, '_>,
         writer: &mut Writer<'_>,
-    ) -> Result<Step, String> {
+    ) -> Result<SessionStep, String> {
         self.check(active, command, arguments)?;
         let argument = |index| arguments.get(index).unwrap_or_default();
         match command {
@@ -209,7 +213,7 @@ impl Client {
             }
             Command::Quit => {
                 writer.simple("OK");
-                return Ok(Step::Close);
+                return Ok(SessionStep::Close);
             }
             Command::ResetSession => {
                 self.protocol = RespVersion::default();
@@ -250,7 +254,7 @@ impl Client {
                 let (count, queued) = transaction.finish()?;
                 writer.array(count);
                 self.executing = (count > 0).then_some(queued);
-                return Ok(Step::Flush);
+                return Ok(SessionStep::Flush);
             }
             Command::Acquire
             | Command::Peek
@@ -260,7 +264,7 @@ impl Client {
             | Command::CellThrottle
             | Command::CrabThrottle => {}
         }
-        Ok(Step::Read)
+        Ok(SessionStep::Read)
     }
 
     /// Returns an error unless the client may use a command, and it has enough arguments.

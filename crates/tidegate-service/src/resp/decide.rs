@@ -7,7 +7,7 @@ use tidegate::{
     PolicyDecision, PolicyDecisions, Progress, Query, QueryError, Quota, Timestamp, Waiting,
 };
 
-use super::reply::{Reply, decision_fields};
+use super::reply::{RespReply, decision_fields};
 use super::request::{CommandQuery, Dialect, LimitTarget};
 use crate::api::problem::unavailable;
 use crate::logs;
@@ -20,7 +20,7 @@ const THROTTLE_POLICY: &str = "cl.throttle";
 
 /// Request that is decided, or waits for the store.
 pub(super) enum Started {
-    Decided(Reply),
+    Decided(RespReply),
     Waiting(Box<Waiting<'static>>),
 }
 
@@ -37,10 +37,10 @@ pub(super) fn start(active: &ActiveConfig, request: &CommandQuery<'_>) -> Starte
 pub(super) async fn decide(
     active: &ActiveConfig,
     request: Result<CommandQuery<'_>, String>,
-) -> Reply {
+) -> RespReply {
     match request {
         Ok(request) => finish(active, start(active, &request), request).await,
-        Err(error) => Reply::Error(error),
+        Err(error) => RespReply::Error(error),
     }
 }
 
@@ -49,7 +49,7 @@ pub(super) async fn finish(
     active: &ActiveConfig,
     started: Started,
     request: CommandQuery<'_>,
-) -> Reply {
+) -> RespReply {
     let waiting = match started {
         Started::Decided(reply) => return reply,
         Started::Waiting(waiting) => waiting,
@@ -89,7 +89,7 @@ fn decision_reply(
     active: &ActiveConfig,
     request: &CommandQuery<'_>,
     decisions: &PolicyDecisions<'_>,
-) -> Reply {
+) -> RespReply {
     if let Some(caller) = &request.caller {
         let policy =
             if let LimitTarget::Policy(policy) = request.target { policy } else { OWN_QUOTA };
@@ -97,16 +97,16 @@ fn decision_reply(
     }
     match &request.target {
         LimitTarget::Throttle(dialect, quota) => {
-            Reply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))
+            RespReply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))
         }
-        _ if request.with_names => Reply::NamedDecision(decision_fields(decisions)),
-        _ => Reply::Decision(decision_fields(decisions)),
+        _ if request.with_names => RespReply::NamedDecision(decision_fields(decisions)),
+        _ => RespReply::Decision(decision_fields(decisions)),
     }
 }
 
 #[cold]
-fn error_reply(error: &QueryError) -> Reply {
-    Reply::Error(match error {
+fn error_reply(error: &QueryError) -> RespReply {
+    RespReply::Error(match error {
         QueryError::Store(store) => {
             // The reason is only logged: it may have the addresses of servers.
             logs::store_failed(store);

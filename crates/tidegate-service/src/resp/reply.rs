@@ -23,7 +23,7 @@ impl RespVersion {
 
 /// Reply of a command that decides.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Reply {
+pub(super) enum RespReply {
     /// Reply of the `TG.` commands: an array in both versions, because the client's library
     /// chooses the version.
     Decision([u64; FIELDS]),
@@ -67,29 +67,29 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    pub(super) fn reply(&mut self, reply: &Reply) {
+    pub(super) fn reply(&mut self, reply: &RespReply) {
         match reply {
-            Reply::Decision(fields) => {
+            RespReply::Decision(fields) => {
                 self.bytes.reserve(MAX_DECISION_BYTES);
                 self.array(fields.len());
                 for field in fields {
                     self.line(b':', *field);
                 }
             }
-            Reply::NamedDecision(fields) => {
+            RespReply::NamedDecision(fields) => {
                 self.map(fields.len());
                 for (name, field) in FIELD_NAMES.iter().zip(fields) {
                     self.bulk(name);
                     self.integer(i64::try_from(*field).unwrap_or(i64::MAX));
                 }
             }
-            Reply::Numbers(numbers) => {
+            RespReply::Numbers(numbers) => {
                 self.array(numbers.len());
                 for number in numbers {
                     self.integer(*number);
                 }
             }
-            Reply::Error(message) => self.error(message),
+            RespReply::Error(message) => self.error(message),
         }
     }
 

@@ -11,10 +11,10 @@ use super::RespShared;
 use super::client::Client;
 use super::decide::{Started, decide, finish, start};
 use super::frame::{Parsed, Parser};
-use super::reply::Reply;
+use super::reply::RespReply;
 use super::request::CommandQuery;
 use crate::state::{ActiveConfig, ServerState};
-use tidegate_net::listener::{CommandBudget, Input, Peer, Session, Step};
+use tidegate_net::listener::{CommandBudget, Input, Peer, Session, SessionStep};
 
 /// Maximum number of commands that are decided together.
 const MAX_GROUP: usize = 1_024;
@@ -73,7 +73,7 @@ impl Session for RespSession {
         input: &mut Input,
         replies: &mut Vec<u8>,
         budget: &mut CommandBudget,
-    ) -> Step {
+    ) -> SessionStep {
         // A reload in the middle of a pipeline takes effect after it.
         let active = self.client.state.active_guard();
         self.parser.limits = self.client.limits(&active);
@@ -89,7 +89,11 @@ impl Session for RespSession {
         };
         queued.commands = queued.commands.slice(handled..);
         self.client.executing = (!queued.commands.is_empty()).then_some(queued);
-        if matches!(step, Step::Yield | Step::Close) { step } else { Step::Flush }
+        if matches!(step, SessionStep::Yield | SessionStep::Close) {
+            step
+        } else {
+            SessionStep::Flush
+        }
     }
 }
 
@@ -102,18 +106,18 @@ impl RespSession {
         input: &[u8],
         replies: &mut Vec<u8>,
         budget: &mut CommandBudget,
-    ) -> (usize, Step) {
+    ) -> (usize, SessionStep) {
         let Self { parser, client } = self;
         let mut group = Group::default();
         let mut handled = 0;
         let mut text = None;
         let step = loop {
             if replies.len() >= MAX_REPLY_BYTES || group.len() >= MAX_GROUP {
-                break Step::Flush;
+                break SessionStep::Flush;
             }
             let rest = &input[handled..];
             let (length, is_inline) = match parser.parse(rest) {
-                Ok(Parsed::Incomplete) => break Step::Read,
+                Ok(Parsed::Incomplete) => break SessionStep::Read,
                 Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
                 Err(error) => {
                     group.finish(client, replies).await;
@@ -122,7 +126,7 @@ impl RespSession {
             };
             if !budget.take() {
                 if group.len() == 0 {
-                    break Step::Yield;
+                    break SessionStep::Yield;
                 }
                 // Not the end of the group, which would be smaller.
                 tokio::task::yield_now().await;
@@ -141,7 +145,7 @@ impl RespSession {
                 }
                 let step = client.handle(active, arguments, replies);
                 parser.limits = client.limits(active);
-                if step != Step::Read {
+                if step != SessionStep::Read {
                     break step;
                 }
                 continue;
@@ -168,13 +172,13 @@ impl RespSession {
                 }
                 Some(Err(error)) => {
                     group.finish(client, replies).await;
-                    client.write(&Reply::Error(error), replies);
+                    client.write(&RespReply::Error(error), replies);
                 }
                 None => {
                     group.finish(client, replies).await;
                     let step = client.handle(active, arguments, replies);
                     parser.limits = client.limits(active);
-                    if step != Step::Read {
+                    if step != SessionStep::Read {
                         break step;
                     }
                 }
@@ -193,9 +197,9 @@ fn text_at_start(input: &[u8]) -> &str {
 }
 
 /// Requests that are decided together. Of different ones on one key, the order would be lost.
-struct Group<'a, F: Future>(Option<Pending<'a, F>>);
+struct Group<'a, F: Future>(Option<PendingGroup<'a, F>>);
 
-struct Pending<'a, F: Future> {
+struct PendingGroup<'a, F: Future> {
     replies: FuturesOrdered<F>,
     /// Hash of the only request on each key.
     requests: HashMap<&'a str, u64>,
@@ -207,7 +211,7 @@ impl<F: Future> Default for Group<'_, F> {
     }
 }
 
-impl<'a, F: Future<Output = Reply>> Group<'a, F> {
+impl<'a, F: Future<Output = RespReply>> Group<'a, F> {
     fn len(&self) -> usize {
         self.0.as_ref().map_or(0, |pending| pending.replies.len())
     }
@@ -222,7 +226,7 @@ impl<'a, F: Future<Output = Reply>> Group<'a, F> {
     }
 
     fn add(&mut self, request: &CommandQuery<'a>, reply: F) {
-        let pending = self.0.get_or_insert_with(|| Pending {
+        let pending = self.0.get_or_insert_with(|| PendingGroup {
             replies: FuturesOrdered::new(),
             requests: HashMap::new(),
         });

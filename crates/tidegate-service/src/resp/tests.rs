@@ -12,7 +12,7 @@ use super::session::RespSession;
 use crate::fuzz::{self, Random};
 use crate::state::ServerState;
 use tidegate_config::Config;
-use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session as _, Step};
+use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session as _, SessionStep};
 
 mod tokens;
 
@@ -53,7 +53,7 @@ impl Conversation {
     }
 
     /// Sends bytes and returns the replies.
-    fn send(&mut self, bytes: &[u8]) -> (String, Step) {
+    fn send(&mut self, bytes: &[u8]) -> (String, SessionStep) {
         let mut input = input();
         input.push(bytes);
         let mut replies = Vec::new();
@@ -66,12 +66,12 @@ impl Conversation {
         let mut input = input();
         input.push(format!("{lines}\r\n").as_bytes());
         let mut all = Vec::new();
-        while self.step(&mut input, &mut all) != Step::Read {}
+        while self.step(&mut input, &mut all) != SessionStep::Read {}
         String::from_utf8(all).expect("text").trim_end().replace("\r\n", " ")
     }
 
     /// Handles input once, and appends the replies.
-    fn step(&mut self, input: &mut Input, all: &mut Vec<u8>) -> Step {
+    fn step(&mut self, input: &mut Input, all: &mut Vec<u8>) -> SessionStep {
         let mut replies = Vec::new();
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         let step = runtime.block_on(self.session.handle(
@@ -86,7 +86,7 @@ impl Conversation {
     /// Sends a line and returns the reply, its line breaks as spaces.
     fn ask(&mut self, line: &str) -> String {
         let (reply, step) = self.send(format!("{line}\r\n").as_bytes());
-        assert_ne!(step, Step::Close, "{line}: {reply}");
+        assert_ne!(step, SessionStep::Close, "{line}: {reply}");
         reply.trim_end().replace("\r\n", " ")
     }
 }
@@ -201,7 +201,7 @@ fn long_transaction_is_answered_in_parts() {
     let (mut input, mut replies) = (input(), Vec::new());
     input.push(b"EXEC\r\nPING\r\n");
     let mut total = 0;
-    while client.step(&mut input, &mut replies) != Step::Read {
+    while client.step(&mut input, &mut replies) != SessionStep::Read {
         assert!(replies.len() < 80_000, "{} bytes", replies.len());
         total += replies.len();
         replies.clear();
@@ -242,7 +242,7 @@ fn client_that_has_not_authenticated_sends_short_commands() {
     ] {
         let mut client = Conversation::new(&config);
         let (reply, step) = client.send(start.as_bytes());
-        assert_eq!(step == Step::Close, is_closed, "{start}: {reply}");
+        assert_eq!(step == SessionStep::Close, is_closed, "{start}: {reply}");
         assert_eq!(reply.contains("unauthenticated command: at most 1024 bytes"), is_closed);
         assert_eq!(client.session.max_input(), 1024 + 64);
     }
@@ -266,7 +266,7 @@ fn pipeline_is_handled_in_turns() {
         steps.push(client.step(&mut input, &mut replies));
         assert_eq!(replies.len(), "+PONG\r\n".len() * 300.min(turn * 128));
     }
-    assert_eq!(steps, [Step::Yield, Step::Yield, Step::Read]);
+    assert_eq!(steps, [SessionStep::Yield, SessionStep::Yield, SessionStep::Read]);
 }
 
 #[test]
@@ -308,7 +308,7 @@ fn key_that_is_not_text_fails_its_command_only() {
     };
     let is_error = |bytes: &[&[u8]], client: &mut Conversation| {
         let (replies, step) = client.send(&bytes.concat());
-        assert_eq!(step, Step::Read);
+        assert_eq!(step, SessionStep::Read);
         let replies = replies.replace("*6\r\n", "|*").replace("-ERR", "|-ERR");
         let replies = replies.split('|').skip(1);
         replies.map(|reply| reply.contains("the key is not UTF-8")).collect::<Vec<_>>()
@@ -418,7 +418,7 @@ fn clients_connect_as_usual() {
     assert!(client.ask("INFO").contains("redis_version:7."));
     assert!(client.ask("COMMAND DOCS tg.acquire").contains("TG.ACQUIRE policy key"));
     assert!(client.ask("CLIENT INFO").contains("addr=127.0.0.1:1"));
-    assert_eq!(client.send(b"QUIT\r\nPING\r\n"), ("+OK\r\n".to_owned(), Step::Close));
+    assert_eq!(client.send(b"QUIT\r\nPING\r\n"), ("+OK\r\n".to_owned(), SessionStep::Close));
 }
 
 /// Tokens of the short forms, and two with a name.
@@ -559,12 +559,12 @@ fn fuzz_sessions_answer_any_bytes() {
         let mut input = input();
         input.push(bytes);
         let mut replies = Vec::new();
-        let mut step = Step::Flush;
-        while step == Step::Flush {
+        let mut step = SessionStep::Flush;
+        while step == SessionStep::Flush {
             step = client.step(&mut input, &mut replies);
         }
         assert!(replies.is_empty() || replies.ends_with(b"\r\n"));
-        if step == Step::Close {
+        if step == SessionStep::Close {
             let is_error = replies.windows(20).any(|part| part == b"-ERR Protocol error:");
             assert!(is_error || replies.ends_with(b"+OK\r\n"), "{replies:?}");
         }

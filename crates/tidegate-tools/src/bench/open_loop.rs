@@ -41,7 +41,7 @@ pub(super) async fn run<T: LoadTarget>(
     start: Instant,
 ) -> anyhow::Result<()> {
     let slots = Arc::new(Semaphore::new(open.max_in_flight));
-    let dispatcher = Dispatcher {
+    let dispatcher = ArrivalDispatcher {
         run: Arc::clone(run),
         start,
         handle: Handle::current(),
@@ -58,7 +58,7 @@ pub(super) async fn run<T: LoadTarget>(
     Ok(())
 }
 
-struct Dispatcher<T> {
+struct ArrivalDispatcher<T> {
     run: Arc<LoadRun<T>>,
     start: Instant,
     handle: Handle,
@@ -71,7 +71,7 @@ struct Dispatcher<T> {
     number: usize,
 }
 
-impl<T: LoadTarget> Dispatcher<T> {
+impl<T: LoadTarget> ArrivalDispatcher<T> {
     fn send_all(mut self, mut schedule: Schedule) {
         precise_sleeps();
         let end = self.run.end;

@@ -20,7 +20,7 @@ use crate::bench::store::StoreTarget;
 use crate::bench::{self, LoadMeasurement, LoadPlan};
 use crate::tool::client::{self, ClientOptions, Trust};
 use crate::tool::output;
-use tidegate_config::{Config, Secret, StoreConfig, Topology};
+use tidegate_config::{Config, RedisTopology, Secret, StoreConfig};
 
 mod flags;
 
@@ -147,9 +147,9 @@ impl BenchCommand {
                     load.keys.prefix
                 );
                 let name = match redis.topology() {
-                    Topology::Single => "Redis",
-                    Topology::Cluster => "Redis Cluster",
-                    Topology::Sentinel => "Redis with Sentinel",
+                    RedisTopology::Single => "Redis",
+                    RedisTopology::Cluster => "Redis Cluster",
+                    RedisTopology::Sentinel => "Redis with Sentinel",
                 };
                 let summary = TargetSummary::new("redis", name, requests);
                 Ok((TargetSummary { note: Some(note), ..summary }, measured))

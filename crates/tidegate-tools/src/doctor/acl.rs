@@ -8,7 +8,7 @@ use tidegate::store::redis::{Reply, SCRIPT_COMMANDS};
 use super::keys::escape_pattern;
 use super::{Finding, NodeUnderTest};
 use crate::tool::redis_info::{is_absent_command, pairs, value};
-use tidegate_config::Topology;
+use tidegate_config::RedisTopology;
 
 const CHECK: &str = "acl";
 
@@ -61,7 +61,7 @@ pub(super) async fn check_replica(node: &mut NodeUnderTest<'_>) {
 }
 
 /// Returns the finding of a replica that rejects the user. ACLs are not replicated.
-pub(super) fn unknown_user(prefix: &str, topology: Topology) -> Finding {
+pub(super) fn unknown_user(prefix: &str, topology: RedisTopology) -> Finding {
     let message = "this user is unknown on this replica, or has another password there: after a \
                    failover to it, no decision works";
     let advice = format!(
@@ -72,7 +72,11 @@ pub(super) fn unknown_user(prefix: &str, topology: Topology) -> Finding {
 }
 
 /// Returns a finding if connecting failed because a permission or a command is missing.
-pub(super) fn missing_at_connect(error: &str, prefix: &str, topology: Topology) -> Option<Finding> {
+pub(super) fn missing_at_connect(
+    error: &str,
+    prefix: &str,
+    topology: RedisTopology,
+) -> Option<Finding> {
     let quoted = |text: &str| Some(text.split('\'').nth(1)?.to_lowercase());
     if let Some((_, reason)) = error.split_once("NOPERM") {
         return Some(missing_finding(&quoted(reason)?, prefix, topology));
@@ -88,23 +92,23 @@ fn absent_finding(absent: &str) -> Finding {
     Finding::error("commands", message).advice(advice)
 }
 
-fn missing_finding(missing: &str, prefix: &str, topology: Topology) -> Finding {
+fn missing_finding(missing: &str, prefix: &str, topology: RedisTopology) -> Finding {
     let message = format!("this user lacks permissions that decisions need: {missing}");
     Finding::error(CHECK, message).advice(advice(prefix, topology))
 }
 
-fn advice(prefix: &str, topology: Topology) -> String {
+fn advice(prefix: &str, topology: RedisTopology) -> String {
     format!("the minimal user: {}", minimal_user(prefix, topology))
 }
 
 /// Returns the command that creates a user with exactly the permissions that decisions need.
-pub(super) fn minimal_user(prefix: &str, topology: Topology) -> String {
+pub(super) fn minimal_user(prefix: &str, topology: RedisTopology) -> String {
     let script_commands: Vec<String> =
         SCRIPT_COMMANDS.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
     let more = match topology {
-        Topology::Single => "",
-        Topology::Sentinel => " +role",
-        Topology::Cluster => " +cluster|slots +asking",
+        RedisTopology::Single => "",
+        RedisTopology::Sentinel => " +role",
+        RedisTopology::Cluster => " +cluster|slots +asking",
     };
     format!(
         "ACL SETUSER tidegate on >PASSWORD resetchannels ~{}:* -@all +time +evalsha \
@@ -185,10 +189,10 @@ async fn missing_permissions<'a>(node: &NodeUnderTest<'a>) -> MissingPermissions
         (SCRIPT_LOAD, vec!["SCRIPT", "LOAD", "return 1"]),
     ];
     match node.topology {
-        Topology::Single => {}
-        Topology::Sentinel => commands.push(("role", vec!["ROLE"])),
+        RedisTopology::Single => {}
+        RedisTopology::Sentinel => commands.push(("role", vec!["ROLE"])),
         // TIME after ASKING clears the state that ASKING leaves on the connection.
-        Topology::Cluster => commands.extend([
+        RedisTopology::Cluster => commands.extend([
             ("cluster|slots", vec!["CLUSTER", "SLOTS"]),
             ("asking", vec!["ASKING"]),
             ("time", vec!["TIME"]),
@@ -274,7 +278,7 @@ mod tests {
     #[test]
     fn guide_lists_the_minimal_users() {
         let guide = include_str!("../../../../docs/redis.md");
-        for topology in [Topology::Single, Topology::Sentinel, Topology::Cluster] {
+        for topology in [RedisTopology::Single, RedisTopology::Sentinel, RedisTopology::Cluster] {
             let line = minimal_user("rate_limit", topology);
             assert!(guide.contains(&line), "docs/redis.md lacks: {line}");
         }

@@ -6,7 +6,7 @@ use tidegate::store::redis::Reply;
 use super::clock::Clocks;
 use super::{Finding, NodeRole, NodeUnderTest, acl, cluster, connection, read_info, sentinels};
 use crate::tool::redis_info::Replica;
-use tidegate_config::Topology;
+use tidegate_config::RedisTopology;
 
 /// Maximum lag in seconds. A replica acknowledges once per second.
 const MAX_LAG: u64 = 10;
@@ -32,11 +32,11 @@ pub(super) async fn check(primary: &mut NodeUnderTest<'_>, clocks: &mut Clocks) 
 async fn reported_replicas(primary: &NodeUnderTest<'_>) -> Vec<String> {
     let (store, address) = (primary.store, primary.address);
     match (primary.topology, primary.options.sentinel_master) {
-        (Topology::Cluster, _) => {
+        (RedisTopology::Cluster, _) => {
             let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;
             slots.map_or_else(|_| Vec::new(), |slots| cluster::replicas_of(address, &slots))
         }
-        (Topology::Sentinel, Some(master)) => {
+        (RedisTopology::Sentinel, Some(master)) => {
             for sentinel in store.nodes().iter().filter(|node| !node.primary && node.connected) {
                 let replicas = ["SENTINEL", "REPLICAS", master];
                 if let Ok(Reply::List(replicas)) =
@@ -47,7 +47,7 @@ async fn reported_replicas(primary: &NodeUnderTest<'_>) -> Vec<String> {
             }
             Vec::new()
         }
-        (Topology::Single | Topology::Sentinel, _) => Vec::new(),
+        (RedisTopology::Single | RedisTopology::Sentinel, _) => Vec::new(),
     }
 }
 
@@ -117,8 +117,8 @@ fn unreachable_finding(primary: &NodeUnderTest<'_>, error: &StoreError) -> Findi
                 .to_owned()
         });
     match primary.topology {
-        Topology::Single => Finding::note("replicas", message),
-        Topology::Sentinel | Topology::Cluster => Finding::warning("replicas", message),
+        RedisTopology::Single => Finding::note("replicas", message),
+        RedisTopology::Sentinel | RedisTopology::Cluster => Finding::warning("replicas", message),
     }
     .advice(advice)
 }
@@ -159,13 +159,13 @@ async fn check_split_brain(primary: &mut NodeUnderTest<'_>, replicas: &[Replica]
 /// Describes the risk of a primary with replicas that does not require them for writes.
 async fn split_brain_finding(primary: &NodeUnderTest<'_>, check: &'static str) -> Finding {
     let finding = match primary.topology {
-        Topology::Sentinel => {
+        RedisTopology::Sentinel => {
             let message = "0: a primary that loses the sentinels keeps allowing requests of \
                            clients that still reach it, next to the new primary: up to twice each \
                            limit";
             Finding::warning(check, message)
         }
-        Topology::Cluster => {
+        RedisTopology::Cluster => {
             let node_timeout =
                 primary.setting("cluster-node-timeout").await.unwrap_or_else(|| "15000".to_owned());
             let message = format!(
@@ -174,7 +174,7 @@ async fn split_brain_finding(primary: &NodeUnderTest<'_>, check: &'static str) -
             );
             Finding::note(check, message)
         }
-        Topology::Single => {
+        RedisTopology::Single => {
             let message =
                 "0: if a replica is promoted while this server still runs, both allow requests";
             Finding::note(check, message)

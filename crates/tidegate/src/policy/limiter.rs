@@ -8,7 +8,7 @@ use tracing::{Instrument as _, Span};
 
 use super::decisions::Entries;
 use super::key_source::shown;
-use super::query::Target;
+use super::query::QueryTarget;
 use super::{
     Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query,
     QueryError, Selection,
@@ -353,11 +353,11 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     ) -> Result<Entries<'a>, QueryError> {
         let (cost, charged_at) = (query.cost, query.charged_at);
         Ok(match query.target {
-            Target::Policy { policy, key } => {
+            QueryTarget::Policy { policy, key } => {
                 let charge = PreparedCharge::of_policy(self.policy(policy)?, key, cost);
                 Entries::one(charge.with_action(action).with_charged_at(charged_at))
             }
-            Target::Quota { key, quota } => {
+            QueryTarget::Quota { key, quota } => {
                 let charge = PreparedCharge::new(quota.default_policy_name(), key, quota)
                     .with_cost(cost.unwrap_or(1))
                     .with_action(action)
@@ -367,9 +367,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                     None => charge,
                 })
             }
-            Target::Charge(charge) => Entries::one(charge),
-            Target::Prepared(charges) => charges.into_iter().collect(),
-            Target::Attributes { attributes, only } => {
+            QueryTarget::Charge(charge) => Entries::one(charge),
+            QueryTarget::Prepared(charges) => charges.into_iter().collect(),
+            QueryTarget::Attributes { attributes, only } => {
                 let selection = match only {
                     Some(name) => self.policy(name)?.select(attributes, cost)?,
                     None => self.policies.select(attributes, cost)?,

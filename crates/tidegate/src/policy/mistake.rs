@@ -17,11 +17,13 @@ pub(super) fn in_pattern(attribute: &KeySource, text: &str) -> Option<String> {
         "host" => in_host(text),
         "path" => in_path(text),
         "ip" => in_address(text).map(|it| match it {
-            Address::Network(network) => format!(
+            AddressMistake::Network(network) => format!(
                 "networks are not supported here yet, and requests have single addresses: write {}",
                 instead_of(&network)
             ),
-            Address::Ipv6(normal) => format!("requests have IPv6 networks as `{normal}`: write it"),
+            AddressMistake::Ipv6(normal) => {
+                format!("requests have IPv6 networks as `{normal}`: write it")
+            }
         }),
         _ => None,
     }
@@ -33,14 +35,16 @@ pub(super) fn in_key(attribute: &KeySource, value: &str) -> Option<String> {
         return None;
     }
     in_address(value).map(|it| match it {
-        Address::Network(network) => format!(
+        AddressMistake::Network(network) => format!(
             "networks are not supported here yet, and requests count by single addresses: write {}",
             match network.strip_suffix("/32") {
                 Some(address) => format!("`{address}`"),
                 None => "an entry for each address, or another policy with `match.ip`".to_owned(),
             }
         ),
-        Address::Ipv6(normal) => format!("requests count by IPv6 networks as `{normal}`: write it"),
+        AddressMistake::Ipv6(normal) => {
+            format!("requests count by IPv6 networks as `{normal}`: write it")
+        }
     })
 }
 
@@ -120,23 +124,23 @@ fn without_expression(text: &str) -> String {
 }
 
 /// Address that no request has.
-enum Address {
+enum AddressMistake {
     /// IPv4 network.
     Network(String),
     /// IPv6 network in another spelling than this one, that of requests.
     Ipv6(String),
 }
 
-fn in_address(text: &str) -> Option<Address> {
+fn in_address(text: &str) -> Option<AddressMistake> {
     let (address, prefix) = text.split_once('/')?;
     if !address.contains(':') {
-        return Some(Address::Network(text.to_owned()));
+        return Some(AddressMistake::Network(text.to_owned()));
     }
     let address: Ipv6Addr = address.parse().ok()?;
     let prefix: u32 = prefix.parse().ok().filter(|prefix| *prefix <= 128)?;
     let mask = u128::MAX.checked_shl(128 - prefix).unwrap_or(0);
     let normal = format!("{}/{prefix}", Ipv6Addr::from_bits(address.to_bits() & mask));
-    (normal != text).then_some(Address::Ipv6(normal))
+    (normal != text).then_some(AddressMistake::Ipv6(normal))
 }
 
 /// Returns the patterns to write instead of an IPv4 network.

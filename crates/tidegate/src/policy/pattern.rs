@@ -9,11 +9,11 @@ use super::{KeySource, PolicyError, mistake};
 #[derive(Debug, Clone)]
 pub(super) enum Pattern {
     Exact(String),
-    Wild { parts: Vec<Part>, literal_prefix: String },
+    Wild { parts: Vec<PatternPart>, literal_prefix: String },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum PatternPart {
     Text(String),
     Star,
     TwoStars,
@@ -63,24 +63,24 @@ impl Pattern {
         let mut rest = body;
         while !rest.is_empty() {
             let (part, used) = if rest.starts_with("**") {
-                (Part::TwoStars, 2)
+                (PatternPart::TwoStars, 2)
             } else if rest.starts_with('*') {
-                (Part::Star, 1)
+                (PatternPart::Star, 1)
             } else {
                 let end = rest.find('*').unwrap_or(rest.len());
-                (Part::Text(rest[..end].to_owned()), end)
+                (PatternPart::Text(rest[..end].to_owned()), end)
             };
             // `****` is the same as `**`.
-            if !(part == Part::TwoStars && parts.last() == Some(&Part::TwoStars)) {
+            if !(part == PatternPart::TwoStars && parts.last() == Some(&PatternPart::TwoStars)) {
                 parts.push(part);
             }
             rest = &rest[used..];
         }
         if below {
-            parts.push(Part::Subtree);
+            parts.push(PatternPart::Subtree);
         }
         let literal = match parts.first() {
-            Some(Part::Text(literal)) => literal.as_str(),
+            Some(PatternPart::Text(literal)) => literal.as_str(),
             _ => "",
         };
         // Only whole segments: the segment with a star may continue.
@@ -103,7 +103,7 @@ impl Pattern {
 
 /// Matches part by part, with the set of reachable positions instead of backtracking: the work is
 /// at most the length of the pattern times that of the value, whatever a client sends.
-fn parts_match(parts: &[Part], value: &str) -> bool {
+fn parts_match(parts: &[PatternPart], value: &str) -> bool {
     let bytes = value.as_bytes();
     // reachable[i]: the parts so far can match the first i bytes.
     let mut reachable = vec![false; bytes.len() + 1];
@@ -111,24 +111,24 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
     for part in parts {
         let mut next = vec![false; bytes.len() + 1];
         match part {
-            Part::Text(text) => {
+            PatternPart::Text(text) => {
                 for at in 0..=bytes.len().saturating_sub(text.len()) {
                     if reachable[at] && bytes[at..].starts_with(text.as_bytes()) {
                         next[at + text.len()] = true;
                     }
                 }
             }
-            Part::Star | Part::TwoStars => {
+            PatternPart::Star | PatternPart::TwoStars => {
                 let mut open = false;
                 for at in 0..=bytes.len() {
-                    if at > 0 && *part == Part::Star && bytes[at - 1] == b'/' {
+                    if at > 0 && *part == PatternPart::Star && bytes[at - 1] == b'/' {
                         open = false;
                     }
                     open |= reachable[at];
                     next[at] = open;
                 }
             }
-            Part::Subtree => {
+            PatternPart::Subtree => {
                 let ends_here =
                     |at: usize| reachable[at] && (at == bytes.len() || bytes[at] == b'/');
                 next[bytes.len()] = (0..=bytes.len()).any(ends_here);

@@ -49,7 +49,7 @@ use crate::store::Action;
 ///
 /// The decisions borrow from `'a`; the attributes (`'q`) are only read while the query is decided.
 pub struct Query<'a, 'q> {
-    pub(super) target: Target<'a, 'q>,
+    pub(super) target: QueryTarget<'a, 'q>,
     pub(super) cost: Option<u64>,
     pub(super) charged_at: Timestamp,
     pub(super) metric_name: Option<&'a str>,
@@ -57,7 +57,7 @@ pub struct Query<'a, 'q> {
 }
 
 /// Limits that a query is about.
-pub(super) enum Target<'a, 'q> {
+pub(super) enum QueryTarget<'a, 'q> {
     Policy { policy: &'q str, key: &'a str },
     Attributes { attributes: &'q (dyn Attributes + Sync), only: Option<&'q str> },
     Quota { key: &'a str, quota: &'a Quota },
@@ -66,7 +66,7 @@ pub(super) enum Target<'a, 'q> {
 }
 
 impl<'a, 'q> Query<'a, 'q> {
-    fn new(target: Target<'a, 'q>) -> Self {
+    fn new(target: QueryTarget<'a, 'q>) -> Self {
         Self { target, cost: None, charged_at: Timestamp::ZERO, metric_name: None, on_span: None }
     }
 
@@ -74,39 +74,39 @@ impl<'a, 'q> Query<'a, 'q> {
     /// checked. An unknown name is [`QueryError::UnknownPolicy`](crate::QueryError::UnknownPolicy).
     #[must_use]
     pub fn policy(policy: &'q str, key: &'a str) -> Self {
-        Self::new(Target::Policy { policy, key })
+        Self::new(QueryTarget::Policy { policy, key })
     }
 
     /// Asks all policies that match the attributes of a request. If none matches, the decisions are
     /// empty and the request passes.
     #[must_use]
     pub fn attributes(attributes: &'q (dyn Attributes + Sync)) -> Self {
-        Self::new(Target::Attributes { attributes, only: None })
+        Self::new(QueryTarget::Attributes { attributes, only: None })
     }
 
     /// Asks one policy, whatever it matches, for the key that it takes from the attributes.
     #[must_use]
     pub fn attributes_for(policy: &'q str, attributes: &'q (dyn Attributes + Sync)) -> Self {
-        Self::new(Target::Attributes { attributes, only: Some(policy) })
+        Self::new(QueryTarget::Attributes { attributes, only: Some(policy) })
     }
 
     /// Asks a quota of the caller's own, counted under the quota's default name.
     #[must_use]
     pub fn quota(key: &'a str, quota: &'a Quota) -> Self {
-        Self::new(Target::Quota { key, quota })
+        Self::new(QueryTarget::Quota { key, quota })
     }
 
     /// Asks several charges that the front door has prepared, each with its own action. At most
     /// [`MAX_CHARGES`](crate::MAX_CHARGES) are decided together.
     #[must_use]
     pub fn prepared(charges: Vec<PreparedCharge<'a>>) -> Self {
-        Self::new(Target::Prepared(charges))
+        Self::new(QueryTarget::Prepared(charges))
     }
 
     /// Asks one charge that the front door has prepared, with its own action.
     #[must_use]
     pub fn charge(charge: PreparedCharge<'a>) -> Self {
-        Self::new(Target::Charge(charge))
+        Self::new(QueryTarget::Charge(charge))
     }
 
     /// Sets the cost, which takes precedence over those of the policies. `None`, the default,

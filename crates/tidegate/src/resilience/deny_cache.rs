@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::task::AbortHandle;
 
-use self::table::{CacheQuery, CountVersions, Denial, DenialTable, HashSecret};
+use self::table::{CacheQuery, CacheSecret, CachedDenial, CountVersions, DenialTable};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
@@ -77,7 +77,7 @@ pub struct DenyCache<S> {
 #[derive(Debug)]
 struct DenyCacheCore<S> {
     store: S,
-    secret: HashSecret,
+    secret: CacheSecret,
     versions: CountVersions,
     table: DenialTable,
     /// Whether the store publishes invalidations, which must be polled then.
@@ -118,7 +118,7 @@ impl<S: SharedStore> Builder<S> {
         let has_invalidations = self.store.invalidations(&Cursor::default()).is_some();
         let inner = DenyCacheCore {
             store: self.store,
-            secret: HashSecret::new(),
+            secret: CacheSecret::new(),
             versions: CountVersions::new(),
             table: DenialTable::new(self.max_entries),
             has_invalidations,
@@ -186,7 +186,7 @@ impl<S: SharedStore> DenyCacheCore<S> {
         &self,
         action: Action,
         query: &CacheQuery,
-        read: impl FnOnce(&Denial) -> T,
+        read: impl FnOnce(&CachedDenial) -> T,
     ) -> Option<T> {
         if !query.is_fresh {
             return None;
@@ -220,7 +220,7 @@ impl<S: SharedStore> DenyCacheCore<S> {
             guard.cancel();
         }
         let received = self.now().max(query.now);
-        if let Some(denial) = Denial::new(query, received, charges, decisions) {
+        if let Some(denial) = CachedDenial::new(query, received, charges, decisions) {
             self.table.insert(denial);
             self.mark_used();
         }
@@ -283,7 +283,7 @@ impl<S: SharedStore> Store for DenyCache<S> {
             let charges = std::slice::from_ref(charge);
             let query = inner.query(action, charges);
             if let Some(query) = &query {
-                let read = |denial: &Denial| denial.decision(0, charge.quota(), query.now);
+                let read = |denial: &CachedDenial| denial.decision(0, charge.quota(), query.now);
                 if let Some(decision) = inner.find(action, query, read) {
                     return Ok(decision);
                 }
@@ -304,7 +304,7 @@ impl<S: SharedStore> Store for DenyCache<S> {
             let inner = &self.inner;
             let query = inner.query(action, charges);
             if let Some(query) = &query {
-                let read = |denial: &Denial| {
+                let read = |denial: &CachedDenial| {
                     let quotas = charges.iter().map(Charge::quota).enumerate();
                     quotas.map(|(at, quota)| denial.decision(at, quota, query.now)).collect()
                 };

@@ -97,11 +97,11 @@ struct FallbackCore<S> {
     fleet: Fleet,
     ledger: Arc<DebtLedger>,
     outage: OutageState,
-    counters: Counters,
+    counters: FallbackCounters,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct FallbackCounters {
     local: AtomicU64,
     allow: AtomicU64,
     deny: AtomicU64,
@@ -192,7 +192,7 @@ impl<S: SharedStore> Builder<S> {
             fleet,
             ledger: Arc::new(DebtLedger::new(self.max_pending_debits)),
             outage: OutageState::new(),
-            counters: Counters::default(),
+            counters: FallbackCounters::default(),
         };
         Fallback { inner: Arc::new(inner), _heartbeat: heartbeat }
     }

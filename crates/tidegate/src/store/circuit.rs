@@ -40,11 +40,11 @@ pub(crate) struct Circuit {
     open: AtomicBool,
     failures_in_a_row: AtomicU32,
     recent: RecentCalls,
-    history: Mutex<History>,
+    history: Mutex<CallHistory>,
 }
 
 #[derive(Debug)]
-struct History {
+struct CallHistory {
     /// Time at which the circuit last opened or closed.
     since: Instant,
     times_opened: u64,
@@ -74,7 +74,7 @@ pub struct CircuitState {
 impl Circuit {
     pub(crate) fn new(options: CircuitOptions) -> Self {
         let now = Instant::now();
-        let history = History {
+        let history = CallHistory {
             since: now,
             times_opened: 0,
             last_error: None,
@@ -199,7 +199,7 @@ impl Circuit {
         true
     }
 
-    fn history(&self) -> MutexGuard<'_, History> {
+    fn history(&self) -> MutexGuard<'_, CallHistory> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

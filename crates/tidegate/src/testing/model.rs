@@ -36,7 +36,7 @@ pub struct Model {
 #[derive(Debug, Default, Clone)]
 struct EventLog {
     /// Events in chronological order.
-    events: Vec<Event>,
+    events: Vec<ModelEvent>,
     last_write: u64,
     /// For `fixed-window` and `sliding-counter`: start of the window at the last write. Events of
     /// these algorithms have the start of their window as their time.
@@ -44,7 +44,7 @@ struct EventLog {
 }
 
 #[derive(Debug, Clone)]
-struct Event {
+struct ModelEvent {
     time: u64,
     /// Spent units; negative for a refund.
     units: i128,
@@ -189,7 +189,7 @@ impl EventLog {
     /// Returns the units that count at `time`, rounded up.
     fn counted(&self, quota: &Quota, time: u64) -> u128 {
         let window = quota.window_micros();
-        let sum = |counts: &dyn Fn(&Event) -> bool| {
+        let sum = |counts: &dyn Fn(&ModelEvent) -> bool| {
             let units: i128 =
                 self.events.iter().filter(|event| counts(event)).map(|event| event.units).sum();
             u128::try_from(units).expect("refunds never exceed charges")
@@ -340,7 +340,7 @@ impl EventLog {
         if units != 0
             || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
         {
-            self.events.push(Event { time, units, quota: quota.clone(), age: 0 });
+            self.events.push(ModelEvent { time, units, quota: quota.clone(), age: 0 });
         }
         self.last_write = now;
     }
@@ -386,7 +386,7 @@ impl EventLog {
             return;
         }
         // In a window algorithm, the time of an event is the start of its window.
-        let is_refundable = |event: &Event| match quota.algorithm() {
+        let is_refundable = |event: &ModelEvent| match quota.algorithm() {
             _ if !is_known => true,
             Algorithm::SlidingLog => event.time >= charged_at && charged_at + window > now,
             // The charge was made in the current window, or in the previous one.

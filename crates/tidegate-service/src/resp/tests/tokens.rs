@@ -80,12 +80,12 @@ fn third_wrong_token_closes_the_connection() {
         let mut replies = Vec::new();
         let step = loop {
             match client.step(&mut input, &mut replies) {
-                Step::Flush => {}
+                SessionStep::Flush => {}
                 step => break step,
             }
         };
         let replies = String::from_utf8(replies).expect("text");
-        assert_eq!(step, Step::Close, "{replies}");
+        assert_eq!(step, SessionStep::Close, "{replies}");
         assert_eq!(replies.matches(wrong).count(), 3, "{replies}");
         assert!(!replies.contains("PONG") && replies.ends_with("auth.tokens\r\n"), "{replies}");
         let failures = client.session.auth_failures().counts();

@@ -29,7 +29,7 @@ const MAX_INEXACT_TTL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct DenialTable {
-    sets: Box<[Mutex<Vec<Denial>>]>,
+    sets: Box<[Mutex<Vec<CachedDenial>>]>,
     ways: usize,
     entries: AtomicUsize,
 }
@@ -48,7 +48,7 @@ pub(super) struct CacheQuery {
 
 /// A denial by the store: its decisions on all charges of one request.
 #[derive(Debug)]
-pub(super) struct Denial {
+pub(super) struct CachedDenial {
     request: RequestHash,
     version: u64,
     /// Whether it was used since the last eviction.
@@ -60,7 +60,7 @@ pub(super) struct Denial {
     decisions: Box<[RawDecision]>,
 }
 
-impl Denial {
+impl CachedDenial {
     /// Returns `None` for a denial that ends too soon to be useful. It holds until the first of
     /// its charges would be allowed; the store decided after `query.now`, when it was called.
     pub(super) fn new(
@@ -131,7 +131,7 @@ impl DenialTable {
     pub(super) fn find<T>(
         &self,
         query: &CacheQuery,
-        read: impl FnOnce(&Denial) -> Option<T>,
+        read: impl FnOnce(&CachedDenial) -> Option<T>,
     ) -> Option<T> {
         let mut set = self.lock(query.request);
         let denial = set.iter_mut().find(|denial| denial.request == query.request)?;
@@ -144,12 +144,12 @@ impl DenialTable {
 
     /// Inserts a denial instead of an earlier one of the same request, unless that has a later
     /// version.
-    pub(super) fn insert(&self, denial: Denial) {
+    pub(super) fn insert(&self, denial: CachedDenial) {
         if self.ways == 0 {
             return;
         }
         let mut set = self.lock(denial.request);
-        let is_same = |other: &Denial| other.request == denial.request;
+        let is_same = |other: &CachedDenial| other.request == denial.request;
         if set.iter().any(|other| is_same(other) && other.version > denial.version) {
             return;
         }
@@ -172,25 +172,25 @@ impl DenialTable {
         }
     }
 
-    fn lock(&self, RequestHash([hash, _]): RequestHash) -> MutexGuard<'_, Vec<Denial>> {
+    fn lock(&self, RequestHash([hash, _]): RequestHash) -> MutexGuard<'_, Vec<CachedDenial>> {
         let set = hash % self.sets.len() as u64;
         lock(&self.sets[usize::try_from(set).unwrap_or(0)])
     }
 }
 
-fn lock(set: &Mutex<Vec<Denial>>) -> MutexGuard<'_, Vec<Denial>> {
+fn lock(set: &Mutex<Vec<CachedDenial>>) -> MutexGuard<'_, Vec<CachedDenial>> {
     set.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the number of decisions in a set.
-fn size_of_set(set: &[Denial]) -> usize {
+fn size_of_set(set: &[CachedDenial]) -> usize {
     set.iter().map(|denial| denial.decisions.len()).sum()
 }
 
 /// Evicts the entry that ends first, of those that have ended or were not used since the last
 /// eviction if there is one.
-fn evict_one(set: &mut Vec<Denial>, now: u64) {
-    let in_use = |denial: &Denial| denial.used && now < denial.until;
+fn evict_one(set: &mut Vec<CachedDenial>, now: u64) {
+    let in_use = |denial: &CachedDenial| denial.used && now < denial.until;
     let first = set.iter().enumerate().min_by_key(|(_, denial)| (in_use(denial), denial.until));
     let Some(at) = first.map(|(at, _)| at) else { return };
     if in_use(&set.swap_remove(at)) {
@@ -219,9 +219,9 @@ pub(super) struct RequestHash(pub(super) [u64; 2]);
 
 /// Random keys of the hashes, so that a client cannot choose keys that collide.
 #[derive(Debug)]
-pub(super) struct HashSecret([u64; 2]);
+pub(super) struct CacheSecret([u64; 2]);
 
-impl HashSecret {
+impl CacheSecret {
     pub(super) fn new() -> Self {
         Self(std::array::from_fn(|_| random_u64()))
     }
@@ -341,7 +341,7 @@ mod tests {
         let (one, two, burst) = (quota(1), quota(2), quota(1).with_burst(2).expect("a bucket"));
         let leaky = Quota::leaky_bucket(1, Duration::from_secs(60)).expect("valid");
         let (long, longer) = ("k".repeat(512), "k".repeat(513));
-        let secret = HashSecret::new();
+        let secret = CacheSecret::new();
         let mut charges = Vec::new();
         for quota in [&one, &two, &burst, &leaky] {
             for (key, policy) in

@@ -66,7 +66,7 @@ impl Slot {
 
 /// The entries of some slots.
 #[derive(Debug)]
-pub(super) struct Sample<R> {
+pub(super) struct EntrySample<R> {
     /// Number of entries.
     pub(super) entries: usize,
     /// The entry with the least rank.
@@ -245,7 +245,7 @@ impl Table {
         now: u64,
         capacity: &Capacity,
         rank: impl Fn(Fingerprint, PackedState) -> Option<R>,
-    ) -> Sample<R> {
+    ) -> EntrySample<R> {
         // A small table is sampled as a whole. Otherwise the cursor is that of the sweep, which
         // continues after these slots.
         let is_whole = self.slots.len() <= SAMPLE_SLOTS;
@@ -265,7 +265,7 @@ impl Table {
             let next = if end < self.slots.len() { end } else { 0 };
             self.sweep_cursor = u32::try_from(next).unwrap_or_default();
         }
-        Sample { entries, least, has_expired: self.len < before }
+        EntrySample { entries, least, has_expired: self.len < before }
     }
 
     /// Rebuilds the table with this number of home slots.

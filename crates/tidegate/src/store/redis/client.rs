@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::backoff::Backoff;
-use self::connection::{Address, Connection, SharedOptions, is_primary_role, parse_time};
+use self::connection::{Address, RedisConnection, SharedOptions, is_primary_role, parse_time};
 use self::error::{AttemptError, NodeError, one_line};
 use self::resp::{Command, Value};
 use self::stats::NodeCalls;
@@ -62,7 +62,7 @@ struct NodeShared {
     role: Role,
     /// Timeout of a connect, handshake included, and of a health check.
     connect_timeout: Duration,
-    state: watch::Sender<ConnectionState>,
+    state: watch::Sender<NodeConnection>,
     /// Triggered on a lost connection, because the topology may have changed.
     refresh: RefreshTrigger,
     /// Whether the node reports that it is a replica, or has refused a write.
@@ -78,10 +78,10 @@ struct NodeShared {
     last_error: Mutex<Option<NodeError>>,
 }
 
-enum ConnectionState {
+enum NodeConnection {
     /// The first attempt to connect, at the start or after a loss, is in progress.
     Connecting,
-    Up(Arc<Connection>),
+    Up(Arc<RedisConnection>),
     Down(NodeError),
     /// Another node has replaced this one, and nothing is sent to it any more.
     Retired,
@@ -107,7 +107,7 @@ impl NodeClient {
             options: Arc::clone(options),
             role,
             connect_timeout: timeout.clamp(MIN_CONNECT_TIMEOUT, MAX_CONNECT_TIMEOUT),
-            state: watch::Sender::new(ConnectionState::Connecting),
+            state: watch::Sender::new(NodeConnection::Connecting),
             refresh: refresh.clone(),
             demoted: AtomicBool::new(false),
             closed_by_us: AtomicBool::new(false),
@@ -166,7 +166,7 @@ impl NodeClient {
     }
 
     pub(super) fn is_retired(&self) -> bool {
-        matches!(*self.shared.state.borrow(), ConnectionState::Retired)
+        matches!(*self.shared.state.borrow(), NodeConnection::Retired)
     }
 
     /// Returns the queue of decisions for this node.
@@ -175,7 +175,7 @@ impl NodeClient {
     }
 
     pub(super) fn is_up(&self) -> bool {
-        matches!(*self.shared.state.borrow(), ConnectionState::Up(_))
+        matches!(*self.shared.state.borrow(), NodeConnection::Up(_))
     }
 
     pub(super) fn last_error(&self) -> Option<NodeError> {
@@ -196,8 +196,8 @@ impl NodeClient {
     /// one.
     pub(super) fn retire(&self) {
         self.supervisor.abort();
-        if let ConnectionState::Up(connection) =
-            self.shared.state.send_replace(ConnectionState::Retired)
+        if let NodeConnection::Up(connection) =
+            self.shared.state.send_replace(NodeConnection::Retired)
         {
             connection.driver.abort();
         }
@@ -205,7 +205,7 @@ impl NodeClient {
 
     /// Replaces the connection unless it is new: the address may lead to another server now.
     pub(super) fn reconnect(&self) {
-        if let ConnectionState::Up(connection) = &*self.shared.state.borrow()
+        if let NodeConnection::Up(connection) = &*self.shared.state.borrow()
             && connection.connected_at.elapsed() >= STABLE_AFTER
         {
             self.shared.closed_by_us.store(true, Ordering::Relaxed);
@@ -237,8 +237,8 @@ impl NodeClient {
     pub(super) async fn connection(
         &self,
         deadline: Instant,
-    ) -> Result<Arc<Connection>, AttemptError> {
-        if let ConnectionState::Up(connection) = &*self.shared.state.borrow() {
+    ) -> Result<Arc<RedisConnection>, AttemptError> {
+        if let NodeConnection::Up(connection) = &*self.shared.state.borrow() {
             return Ok(Arc::clone(connection));
         }
         let still_connecting =
@@ -249,7 +249,7 @@ impl NodeClient {
     /// Sends encoded commands once. The error of a single command is its reply.
     pub(super) async fn send(
         &self,
-        on: &Connection,
+        on: &RedisConnection,
         commands: &[u8],
         replies: usize,
     ) -> Result<Vec<Value>, AttemptError> {
@@ -314,13 +314,13 @@ impl Drop for NodeClient {
 impl NodeShared {
     /// Returns the connection, or the reason for its absence, once the first attempt to connect has
     /// ended.
-    async fn connection(&self) -> Result<Arc<Connection>, AttemptError> {
+    async fn connection(&self) -> Result<Arc<RedisConnection>, AttemptError> {
         let mut state = self.state.subscribe();
-        let is_known = |state: &ConnectionState| !matches!(state, ConnectionState::Connecting);
+        let is_known = |state: &NodeConnection| !matches!(state, NodeConnection::Connecting);
         match state.wait_for(is_known).await.as_deref() {
-            Ok(ConnectionState::Up(connection)) => Ok(Arc::clone(connection)),
-            Ok(ConnectionState::Down(error)) => Err(AttemptError::Down(error.clone())),
-            Ok(ConnectionState::Connecting | ConnectionState::Retired) | Err(_) => {
+            Ok(NodeConnection::Up(connection)) => Ok(Arc::clone(connection)),
+            Ok(NodeConnection::Down(error)) => Err(AttemptError::Down(error.clone())),
+            Ok(NodeConnection::Connecting | NodeConnection::Retired) | Err(_) => {
                 Err(AttemptError::Retired)
             }
         }
@@ -335,7 +335,7 @@ impl NodeShared {
             match connected.unwrap_or_else(|_| Err(self.no_answer())) {
                 Ok((connection, driver)) => {
                     self.connections.fetch_add(1, Ordering::Relaxed);
-                    self.set_state(ConnectionState::Up(Arc::clone(&connection)));
+                    self.set_state(NodeConnection::Up(Arc::clone(&connection)));
                     if std::mem::take(&mut outage_logged) {
                         tracing::info!(node = %self.address, "reconnected to Redis");
                     }
@@ -356,9 +356,9 @@ impl NodeShared {
                     self.record_error(&error);
                     let was_stable = connection.connected_at.elapsed() >= STABLE_AFTER;
                     self.set_state(if was_stable {
-                        ConnectionState::Connecting
+                        NodeConnection::Connecting
                     } else {
-                        ConnectionState::Down(error)
+                        NodeConnection::Down(error)
                     });
                     self.refresh.trigger();
                     if was_stable {
@@ -375,7 +375,7 @@ impl NodeShared {
                         );
                     }
                     self.record_error(&error);
-                    self.set_state(ConnectionState::Down(error));
+                    self.set_state(NodeConnection::Down(error));
                     self.refresh.trigger();
                 }
             }
@@ -388,14 +388,14 @@ impl NodeShared {
     }
 
     /// Connects, performs the handshake, and checks the role.
-    async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
+    async fn connect(&self) -> Result<(Arc<RedisConnection>, JoinHandle<()>), NodeError> {
         let mut commands = vec![self.ping_command()];
         if self.role == Role::Primary {
             commands.push(Command::new("ROLE"));
         }
         let options = self.options.load_full();
         let (connection, driver, mut replies) =
-            Connection::open(&self.address, &options, commands).await?;
+            RedisConnection::open(&self.address, &options, commands).await?;
         // The address may lead to another server now.
         self.refuses_cross_slot.store(false, Ordering::Relaxed);
         for reply in &replies {
@@ -418,7 +418,7 @@ impl NodeShared {
 
     /// Waits until the connection fails, and returns the reason. Sends a health check after an
     /// interval without replies, and after a call without a reply.
-    async fn monitor(&self, connection: &Connection, mut driver: JoinHandle<()>) -> NodeError {
+    async fn monitor(&self, connection: &RedisConnection, mut driver: JoinHandle<()>) -> NodeError {
         loop {
             let before = self.replies.load(Ordering::Relaxed);
             tokio::select! {
@@ -452,9 +452,9 @@ impl NodeShared {
     }
 
     /// Changes the state, unless the node is retired.
-    fn set_state(&self, next: ConnectionState) {
+    fn set_state(&self, next: NodeConnection) {
         self.state.send_if_modified(|state| {
-            let retired = matches!(state, ConnectionState::Retired);
+            let retired = matches!(state, NodeConnection::Retired);
             if !retired {
                 *state = next;
             }

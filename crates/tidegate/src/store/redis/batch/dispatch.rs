@@ -30,7 +30,7 @@ use crate::store::redis::client::server_clock::{ServerClock, ServerTimes};
 use crate::store::redis::client::stats::BucketCounters;
 use crate::store::redis::coordination::probe::{on_not_permitted, probe_until_closed};
 use crate::store::redis::routing::slots::slot_of_charge;
-use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
+use crate::store::redis::routing::step::{CallError, CallTarget, Delivery, NextStep, Retries};
 use crate::store::redis::routing::{Topology, TopologyState};
 use crate::store::redis::script::call::{ScriptCall, ScriptResult};
 use crate::store::redis::script::reply::{ItemReply, LATER, RequestDecisions};
@@ -86,7 +86,7 @@ impl Dispatcher {
         let (slot, deadline, topology) =
             (slot_of_charge(first), started + self.timeout, self.topology());
         let write_key = |text: &mut String, charge: &Charge<'_>| self.write_key(text, charge);
-        let mut target = Target { node: topology.route(slot)?, delivery };
+        let mut target = CallTarget { node: topology.route(slot)?, delivery };
         let mut retries = None;
         loop {
             if target.node.circuit().is_open() {

@@ -21,7 +21,7 @@ use super::dispatch::Dispatcher;
 use super::{Batch, BatchHandle, InFlightBatch};
 use crate::charge::Charge;
 use crate::store::redis::client::NodeClient;
-use crate::store::redis::routing::step::Target;
+use crate::store::redis::routing::step::CallTarget;
 use crate::store::redis::script::requests::Request;
 
 /// Queue of batches for one node.
@@ -36,14 +36,14 @@ struct QueueState {
     in_flight: VecDeque<u64>,
     permits_issued: u64,
     /// Open batches, the oldest first.
-    open: VecDeque<OpenBatch>,
+    open: VecDeque<QueuedBatch>,
     /// Whether the last batch that was sent had several requests.
     is_shared: bool,
     has_watchdog: bool,
 }
 
 /// Batch that requests can join.
-struct OpenBatch {
+struct QueuedBatch {
     batch: Arc<Batch>,
     opened_at: Instant,
     /// Expected time in Redis; see `EncodedRequests::weight`.
@@ -117,7 +117,7 @@ impl Queue {
 /// Adds a request to the open batch of a node.
 pub(crate) fn enqueue(
     dispatcher: &Arc<Dispatcher>,
-    Target { node, delivery }: &Target,
+    CallTarget { node, delivery }: &CallTarget,
     request: &Request<'_>,
     slot: u16,
     deadline: Instant,
@@ -135,7 +135,7 @@ pub(crate) fn enqueue(
             let batch = Arc::<Batch>::default();
             let handle = batch.join(request, slot, *delivery, deadline, write_key);
             let weight = handle.weight();
-            state.open.push_back(OpenBatch { batch, opened_at: Instant::now(), weight });
+            state.open.push_back(QueuedBatch { batch, opened_at: Instant::now(), weight });
             handle
         }
     };
@@ -200,13 +200,13 @@ async fn watchdog(dispatcher: Arc<Dispatcher>, node: Arc<NodeClient>) {
     loop {
         sleep_until(until.into()).await;
         let mut state = node.queue().state();
-        let Some(OpenBatch { opened_at, .. }) = state.open.front() else {
+        let Some(QueuedBatch { opened_at, .. }) = state.open.front() else {
             state.has_watchdog = false;
             return;
         };
         until = *opened_at + linger;
         if until <= Instant::now()
-            && let Some(OpenBatch { batch, .. }) = state.open.pop_front()
+            && let Some(QueuedBatch { batch, .. }) = state.open.pop_front()
         {
             state.is_shared = !batch.has_one_waiter();
             state.in_flight.pop_front();
@@ -253,7 +253,7 @@ impl QueueState {
     fn next_batch(&mut self, permit: u64) -> Option<InFlightBatch> {
         let index = self.in_flight.iter().position(|held| *held == permit)?;
         self.in_flight.remove(index);
-        let OpenBatch { batch, .. } = self.open.pop_front()?;
+        let QueuedBatch { batch, .. } = self.open.pop_front()?;
         self.is_shared = !batch.has_one_waiter();
         self.in_flight.push_back(permit);
         Some(InFlightBatch(batch))

@@ -1,5 +1,5 @@
 //! [`Address`] of a node, the [`ConnectionOptions`] (TLS, user, database) that all data nodes, or
-//! all sentinels, share, and an established [`Connection`].
+//! all sentinels, share, and an established [`RedisConnection`].
 
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -38,7 +38,7 @@ pub(crate) struct ConnectionOptions {
 pub(crate) type SharedOptions = Arc<ArcSwap<ConnectionOptions>>;
 
 /// Established connection. Dropping it closes the socket.
-pub(crate) struct Connection {
+pub(crate) struct RedisConnection {
     pub(crate) wire: Wire,
     pub(crate) driver: AbortHandle,
     pub(crate) connected_at: Instant,
@@ -46,7 +46,7 @@ pub(crate) struct Connection {
     pub(crate) clock: ServerClock,
 }
 
-impl Connection {
+impl RedisConnection {
     /// Connects, and sends commands right after the handshake, in one pipeline. Returns their
     /// replies, and the task that ends with the connection. The error of a single command is its
     /// reply.
@@ -87,7 +87,7 @@ impl Connection {
     }
 }
 
-impl Drop for Connection {
+impl Drop for RedisConnection {
     fn drop(&mut self) {
         self.driver.abort();
     }
@@ -101,7 +101,7 @@ pub(crate) async fn query_all_once(
     commands: Vec<Command>,
     query_timeout: Duration,
 ) -> Result<Vec<Value>, NodeError> {
-    match timeout(query_timeout, Connection::open(address, options, commands)).await {
+    match timeout(query_timeout, RedisConnection::open(address, options, commands)).await {
         Ok(opened) => opened.map(|(_, _, replies)| replies),
         Err(_) => Err(NodeError::new(address, &format!("no answer within {query_timeout:?}"))),
     }

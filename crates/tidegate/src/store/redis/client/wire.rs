@@ -54,7 +54,7 @@ struct WireState {
     buffer: Vec<u8>,
     received: usize,
     /// Calls in the order of their commands: first those that are answered.
-    calls: VecDeque<Waiting>,
+    calls: VecDeque<WaitingCall>,
     answered: usize,
     /// Number of the first call.
     first: u64,
@@ -63,7 +63,7 @@ struct WireState {
 }
 
 /// Call that waits for its replies.
-struct Waiting {
+struct WaitingCall {
     /// Number of replies that have not arrived yet.
     missing: usize,
     replies: Vec<Value>,
@@ -106,7 +106,7 @@ impl Wire {
         let number = state.first + state.calls.len() as u64;
         let sent = state.stream.is_some();
         if sent {
-            state.calls.push_back(Waiting {
+            state.calls.push_back(WaitingCall {
                 missing: replies,
                 replies: Vec::with_capacity(replies),
                 waker: None,

@@ -16,7 +16,7 @@ use crate::store::redis::client::error::{AttemptError, MIGRATING, ServerError};
 
 /// Node that a request is sent to, and how.
 #[derive(Clone)]
-pub(crate) struct Target {
+pub(crate) struct CallTarget {
     pub(crate) node: Arc<NodeClient>,
     pub(crate) delivery: Delivery,
 }
@@ -40,7 +40,7 @@ pub(crate) enum Delivery {
 #[derive(Clone)]
 pub(crate) enum NextStep {
     /// Send it to this node.
-    Redirect(Target),
+    Redirect(CallTarget),
     /// Send it again, by a call of its own.
     SendAlone,
     /// Send it again at once: it did nothing, because the server's clock was set, or because its
@@ -94,11 +94,11 @@ impl NextStep {
         match error {
             AttemptError::Server(ServerError::Moved(address)) => {
                 let node = topology.on_moved(slot, &address);
-                Self::Redirect(Target { node, delivery: Delivery::Shared })
+                Self::Redirect(CallTarget { node, delivery: Delivery::Shared })
             }
             AttemptError::Server(ServerError::Ask(address)) => {
                 let node = topology.on_ask(&address);
-                Self::Redirect(Target { node, delivery: Delivery::Asking })
+                Self::Redirect(CallTarget { node, delivery: Delivery::Asking })
             }
             AttemptError::Server(ServerError::TryAgain) => Self::AwaitMigration,
             AttemptError::Server(ServerError::NonLocalKey) => Self::SendAlone,
@@ -142,10 +142,10 @@ impl Retries {
     pub(crate) async fn follow(
         &mut self,
         step: NextStep,
-        target: Target,
+        target: CallTarget,
         slot: u16,
         topology: &TopologyState,
-    ) -> Result<Target, CallError> {
+    ) -> Result<CallTarget, CallError> {
         match step {
             NextStep::SendAlone if target.delivery == Delivery::Spanning => {
                 Err(CallError::CrossSlot)
@@ -161,14 +161,14 @@ impl Retries {
                 Ok(next)
             }
             NextStep::SendAlone if target.delivery == Delivery::Shared => {
-                Ok(Target { delivery: Delivery::Alone, ..target })
+                Ok(CallTarget { delivery: Delivery::Alone, ..target })
             }
             // Another key of this request is on another node.
             NextStep::SendAlone | NextStep::AwaitMigration => {
                 if !self.pause().await {
                     return Err(CallError::CrossSlot);
                 }
-                Ok(Target { node: topology.route(slot)?, delivery: Delivery::Alone })
+                Ok(CallTarget { node: topology.route(slot)?, delivery: Delivery::Alone })
             }
             NextStep::SendAgain if Instant::now() < self.deadline => Ok(target),
             NextStep::SendAgain | NextStep::TimeOut => {
@@ -181,7 +181,7 @@ impl Retries {
                 if !self.pause().await {
                     return Err(CallError::Failed(error));
                 }
-                Ok(Target { node: topology.route(slot)?, delivery: self.delivery })
+                Ok(CallTarget { node: topology.route(slot)?, delivery: self.delivery })
             }
             NextStep::Split => Err(CallError::CrossSlot),
             NextStep::Fail(error) => Err(CallError::Failed(error)),

@@ -14,12 +14,12 @@ use tokio::time::timeout_at;
 use super::{SCRIPT_COUNT, Script};
 use crate::store::StoreError;
 use crate::store::redis::client::NodeClient;
-use crate::store::redis::client::connection::Connection;
+use crate::store::redis::client::connection::RedisConnection;
 use crate::store::redis::client::error::{AttemptError, ServerError};
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::TopologyState;
 use crate::store::redis::routing::slots::slot_of;
-use crate::store::redis::routing::step::{CallError, Delivery, NextStep, Retries, Target};
+use crate::store::redis::routing::step::{CallError, CallTarget, Delivery, NextStep, Retries};
 
 /// Call of one script.
 pub(crate) struct ScriptCall {
@@ -80,7 +80,7 @@ impl NodeClient {
     /// the wait for replies.
     pub(crate) async fn run(
         &self,
-        on: &Connection,
+        on: &RedisConnection,
         calls: &[ScriptCall],
         deadline: Instant,
     ) -> Vec<ScriptResult> {
@@ -95,7 +95,7 @@ impl NodeClient {
     /// Sends those calls again whose script was missing.
     async fn run_missing(
         &self,
-        on: &Connection,
+        on: &RedisConnection,
         calls: &[ScriptCall],
         mut results: Vec<ScriptResult>,
         loads_before: u64,
@@ -170,7 +170,7 @@ impl NodeClient {
     /// Sends calls once: by EVALSHA, or by EVAL with the text.
     async fn send_calls<'a>(
         &self,
-        on: &Connection,
+        on: &RedisConnection,
         calls: impl Iterator<Item = &'a ScriptCall> + Clone,
         with_text: bool,
     ) -> Vec<ScriptResult> {
@@ -236,7 +236,7 @@ pub(crate) async fn call_script<T>(
     let (slot, timeout) = (slot_of(key), topology.timeout());
     let deadline = Instant::now() + timeout;
     let mut retries = Retries::until(deadline, timeout, Delivery::Shared);
-    let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+    let mut target = CallTarget { node: topology.route(slot)?, delivery: Delivery::Shared };
     let mut call = [ScriptCall { script, arguments, asking: false }];
     loop {
         call[0].asking = target.delivery == Delivery::Asking;
