@@ -9,9 +9,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::codegen::http::uri::PathAndQuery;
 
-use crate::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use crate::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
-use crate::proto::envoy::service::ratelimit::v3::RateLimitRequest;
+use tidegate_bench::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use tidegate_bench::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
+use tidegate_bench::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 
 pub(crate) const ENVOY_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 

@@ -11,7 +11,7 @@ use tidegate_bench::results::Results;
 use crate::grpc::{ENVOY_PATH, encode_message, envoy_request, unary_call};
 use crate::load::{Throughput, h2load, wrk};
 use crate::process::{Server, free_port, own_binary, peer_binary};
-use crate::proto::envoy::service::ratelimit::v3::RateLimitResponse;
+use tidegate_bench::proto::envoy::service::ratelimit::v3::RateLimitResponse;
 
 /// A server, with its requests for both protocols.
 struct Candidate {

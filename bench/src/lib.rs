@@ -5,5 +5,6 @@
 //! round are similar on other machines; absolute times are not.
 
 pub mod plan;
+pub mod proto;
 pub mod results;
 pub mod spread;

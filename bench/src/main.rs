@@ -10,8 +10,6 @@ mod grpc;
 mod http;
 mod load;
 mod process;
-#[path = "../../crates/tidegate-api/src/proto.rs"]
-mod proto;
 mod redis;
 mod report;
 mod resp;

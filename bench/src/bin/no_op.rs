@@ -4,13 +4,10 @@ use axum::Router;
 use axum::routing::post;
 use tonic::{Request, Response, Status};
 
-#[path = "../../../crates/tidegate-api/src/proto.rs"]
-mod proto;
-
-use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{
+use tidegate_bench::proto::envoy::service::ratelimit::v3::rate_limit_service_server::{
     RateLimitService, RateLimitServiceServer,
 };
-use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use tidegate_bench::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 
 struct NoOp;
 

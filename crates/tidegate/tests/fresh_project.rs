@@ -127,11 +127,13 @@ fn examples_run_in_a_new_project() {
 
     let mut dependencies = readme_dependencies();
     let with_all =
-        ["config", "redis", "testing", "tower"].map(|name| format!("{name:?}")).join(", ");
+        ["redis", "testing", "tower"].map(|name| format!("{name:?}")).join(", ");
     let features =
         dependencies.split("features = [").nth(1).and_then(|rest| rest.split(']').next());
     let features = features.expect("the features of the library").to_owned();
     dependencies = dependencies.replacen(&features, &with_all, 1);
+    let config = library().join("../tidegate-config");
+    let _ = writeln!(dependencies, "tidegate-config = {{ path = {config:?} }}");
     // Those of the servers.
     dependencies.push_str(
         "bytes = \"1\"\nhttp = \"1\"\nhttp-body-util = \"0.1\"\nhyper = \"1\"\n\
