@@ -19,7 +19,7 @@ use super::naive::Structure;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Contestant {
     pub(crate) name: &'static str,
-    /// Name of its set of users. Each contestant has its own, so that their logs grow alike.
+    /// Name of its set of users. Each contestant has its own, so that their logs grow equally.
     set: &'static str,
     /// Number of decisions per call of the library; `None` for the naive script.
     per_call: Option<u64>,

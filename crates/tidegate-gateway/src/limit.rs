@@ -116,7 +116,7 @@ impl LimitedGateway {
 /// Response of the rate limit layer in progress.
 pub(super) type LimitedFuture = <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future;
 
-/// What the response needs besides the rate limit headers, as known from its request.
+/// Changes to the response besides the rate limit headers, as known from its request.
 pub(super) struct Finish {
     /// The bytes after an upgrade request are not checked any more (see `framing.rs`), so no other
     /// request may follow.

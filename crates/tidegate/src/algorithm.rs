@@ -11,7 +11,7 @@
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
 //!
-//! All of them work alike: a copy of the stored counter is advanced to the present, the decision is
+//! All of them work in the same way: a copy of the stored counter is advanced to the present, the decision is
 //! computed from it, and the copy is stored only if units were spent or returned. A denied request
 //! writes nothing, with two exceptions. A log that counts denials (`count_denied`) spends their
 //! units. If the clock stepped back, stored times later than now count as now, and even a denied

@@ -90,7 +90,7 @@ fn random_times(seed: u64, count: usize, step: u64) -> Vec<u64> {
     times.collect()
 }
 
-/// Asserts that a script of the page and a quota decide alike.
+/// Asserts that a script of the page and a quota make the same decisions.
 async fn assert_same_decisions(name: &str, quota: &Quota, step: u64) {
     let mut server = Server::start();
     let limiter = server.limiter().await;

@@ -126,8 +126,7 @@ fn examples_run_in_a_new_project() {
     assert_eq!(programs.len(), count, "every example is tested");
 
     let mut dependencies = readme_dependencies();
-    let with_all =
-        ["redis", "testing", "tower"].map(|name| format!("{name:?}")).join(", ");
+    let with_all = ["redis", "testing", "tower"].map(|name| format!("{name:?}")).join(", ");
     let features =
         dependencies.split("features = [").nth(1).and_then(|rest| rest.split(']').next());
     let features = features.expect("the features of the library").to_owned();

@@ -180,7 +180,7 @@ async fn a_missing_permission_is_a_failure_of_the_store_until_it_is_granted() {
                 assert!(!error.to_string().contains("hunter2"), "{error}");
                 let health = &limiter.store().nodes()[0];
                 assert!(health.circuit.open && health.circuit.times_opened > 0, "{health:?}");
-                // Requests that do not need the permission fail alike: one state for all lights.
+                // Requests that do not need the permission fail, too: one state for all lights.
                 let window = Quota::fixed_window(10, LONG).expect("valid");
                 let other = limiter.peek(&Charge::new("other", &window)).await;
                 assert!(named(&other.expect_err("open")).contains(&remedy));

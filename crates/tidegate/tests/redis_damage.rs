@@ -231,7 +231,7 @@ fn fuzz_a_damaged_value_affects_its_key_only() {
     run.expect("no call fails");
 }
 
-/// The value of the issue: the straight line computed with it, outside of any pcall.
+/// The value of the issue: the fast path computed with it, outside of any pcall.
 #[tokio::test]
 async fn a_damaged_value_opens_no_circuit() {
     let redis = Redis::start();

@@ -180,7 +180,7 @@ async fn a_changed_algorithm_denies_a_key_for_at_most_a_window_longer() {
     }
 }
 
-/// Memory and Redis decide alike while the algorithm of a policy changes again and again.
+/// Memory and Redis make the same decisions while the algorithm of a policy changes again and again.
 #[test]
 fn changed_algorithms_are_decided_alike_by_memory_and_redis() {
     let redis = Redis::start();

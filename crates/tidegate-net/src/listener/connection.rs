@@ -12,7 +12,7 @@ use tokio::time::{Instant, Sleep};
 use super::closed::CloseReason;
 use super::drain::ConnectionAge;
 use super::http2::{self, Http2};
-use super::places::ConnectionSlots;
+use super::slots::ConnectionSlots;
 
 /// Time for a TLS handshake and for a complete request head, from its first byte.
 pub(super) const HEADER_TIMEOUT: Duration = Duration::from_secs(10);

@@ -15,7 +15,7 @@ use super::authority::AuthorityFilter;
 use super::closed::CloseReason;
 use super::connection::Connection;
 use super::framing::Framing;
-use super::places::Accepted;
+use super::slots::Accepted;
 
 /// First bytes of an HTTP/2 connection.
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";

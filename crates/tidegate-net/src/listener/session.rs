@@ -18,7 +18,7 @@ use super::buffers::{BufferBudget, BufferShare, MIN_BUFFER};
 use super::closed::CloseReason;
 use super::connection::{Connection, Timeouts, Watcher};
 use super::guarded_stream::linger;
-use super::places::Accepted;
+use super::slots::Accepted;
 use super::{ListenerConfig, drain};
 
 /// Commands that a connection may handle in one poll, before it lets others run: some 50 µs.
@@ -313,7 +313,7 @@ mod tests {
 
     use tokio::io::{AsyncReadExt as _, DuplexStream, duplex};
 
-    use super::super::places::ConnectionSlots;
+    use super::super::slots::ConnectionSlots;
     use super::*;
 
     /// Longest line, and size of the buffer for it.

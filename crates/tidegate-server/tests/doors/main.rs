@@ -1,4 +1,4 @@
-//! All front doors decide alike: each case is sent through the HTTP API, forward-auth, the gateway,
+//! All front doors decide the same: each case is sent through the HTTP API, forward-auth, the gateway,
 //! Envoy's service and the Tower layer, and must have the same key, decision, headers, metrics and
 //! span everywhere.
 
@@ -21,7 +21,7 @@ use door::{Door, Record};
 const REQUESTS_PER_CASE: usize = 2;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_front_doors_decide_alike() {
+async fn all_front_doors_make_the_same_decisions() {
     let cases = cases();
     assert!(cases.len() >= 60, "{} cases", cases.len());
     let expected = record(tower_layer::TowerDoor::start(&cases).await, &cases).await;

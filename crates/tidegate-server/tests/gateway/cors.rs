@@ -152,7 +152,7 @@ fn seen_by_a_script(gateway_section: impl Fn(&str) -> String) -> String {
         write!(stream, "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {length}")?;
         write!(stream, "\r\n\r\n{PAGE}")
     });
-    // It answers preflights and other requests alike.
+    // It answers preflights like other requests.
     let app = Upstream::start(|request, stream| {
         let origin = request.header("origin").unwrap_or("*");
         write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nVary: Origin\r\n")?;

@@ -114,7 +114,7 @@ fn stuck_connections_do_not_slow_down_the_others() {
     crowded.wait_until("all are connected", |service| {
         metric(service, "tidegate_resp_connections") == count as u64
     });
-    // In turns, so that the load of the machine affects both alike. The stuck ones are renewed,
+    // In turns, so that the load of the machine affects both equally. The stuck ones are renewed,
     // because the service closes them after ten seconds.
     let mut times: [Vec<Duration>; 2] = Default::default();
     let stuck = STUCK * count / CONNECTIONS;

@@ -155,7 +155,7 @@ fn quoted(value: &str) -> String {
 }
 
 #[test]
-fn service_and_simulation_decide_ten_thousand_requests_alike() {
+fn service_and_simulation_make_the_same_ten_thousand_decisions() {
     let service = Service::start(CONFIG);
     let mut connection = Connection::open(&service.http);
     let mut state = 1_u64;

@@ -8,7 +8,7 @@ mod support;
 #[path = "../proxies/client.rs"]
 #[allow(dead_code, reason = "the proxies use more of it")]
 mod client;
-/// The service and the simulation decide alike.
+/// The service and the simulation make the same decisions.
 mod differential;
 /// Invalid input.
 mod errors;

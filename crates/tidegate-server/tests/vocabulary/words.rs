@@ -14,6 +14,7 @@ pub(super) const IDIOM_WORDS: &[(&str, &str)] = &[
     ("stir|stirs|stirred", "trigger a refresh"),
     ("trouble", "error, failure, outage"),
     ("whoever", "the client that, the task that"),
+    ("alike", "equal, the same, in the same way"),
 ];
 
 /// Idioms of several words, found in texts and in the names of functions.
@@ -41,6 +42,8 @@ pub(super) const IDIOM_PHRASES: &[(&str, &str)] = &[
     ("one too many", "above the limit"),
     ("looked at", "checked, read, inspected"),
     ("say of|says of", "report about"),
+    ("straight line|straight lines", "fast path"),
+    ("ordinary path|usual path|rare path", "fast path, slow path"),
 ];
 
 /// Phrases that are allowed in the names of functions: `is_none` is a method of `Option`.

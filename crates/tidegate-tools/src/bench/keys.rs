@@ -12,7 +12,7 @@ pub(crate) const KEY: &str = "{key}";
 /// How requests are spread over the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum KeyDistribution {
-    /// All keys alike
+    /// All keys equally often
     Uniform,
     /// A few keys have most of the requests: key k has a share of 1 / k^S (see --zipf)
     Zipf,

@@ -88,7 +88,7 @@ struct TrafficFlags {
     #[arg(long, value_name = "N", env = "TIDEGATE_KEYS", default_value_t = 1)]
     keys: u64,
 
-    /// Exponent of Zipf's law for the requests per client; 0: all alike
+    /// Exponent of Zipf's law for the requests per client; 0: all equal
     #[arg(long, value_name = "S", env = "TIDEGATE_ZIPF", default_value_t = 0.0)]
     zipf: f64,
 

@@ -73,7 +73,7 @@ fn check_lag(primary: &mut NodeUnderTest<'_>, replicas: &[Replica]) {
     });
 }
 
-/// Checks a replica as a future primary: it must be reachable from here and configured alike.
+/// Checks a replica as a future primary: it must be reachable from here and configured in the same way.
 async fn check_replica(primary: &mut NodeUnderTest<'_>, address: &str, clocks: &mut Clocks) {
     let NodeUnderTest { store, topology, options, .. } = *primary;
     let node = primary.report.node(address, NodeRole::Replica);

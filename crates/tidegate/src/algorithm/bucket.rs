@@ -169,7 +169,7 @@ mod tests {
 
         /// Every field of every decision is the same, for any level and time.
         #[test]
-        fn both_widths_decide_alike(
+        fn both_widths_make_the_same_decisions(
             limit in number(), window in number(), burst in number(), elapsed in number(),
             units in number(), fraction in number(), cost in number(), is_leaky in any::<bool>(),
         ) {

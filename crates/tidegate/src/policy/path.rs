@@ -236,7 +236,7 @@ impl PathRules {
     }
 
     /// Spells characters as they usually are: those that a path may have (RFC 3986, 3.3) without
-    /// a code, the others with it. Servers read both alike, and `/users%3Alogin` as `/users:login`.
+    /// a code, the others with it. Servers read both as equal, and `/users%3Alogin` as `/users:login`.
     fn spell(self, path: Cow<'_, str>, stars: Stars) -> Cow<'_, str> {
         let is_usual = |byte: u8| match byte {
             b'*' => stars == Stars::Wildcards,

@@ -86,7 +86,7 @@ const LOG_ENTRY_BYTES: usize = 16;
 /// those with more keys than its own. So a flood of keys on one policy neither frees a client at
 /// its limit nor empties the counts of another policy.
 ///
-/// The entries of sliding logs have a [maximum of their own](Builder::max_log_bytes), shared alike.
+/// The entries of sliding logs have a [maximum of their own](Builder::max_log_bytes), shared in the same way.
 /// A charge whose log has no room gets [`StoreError::Full`], and nothing is forgotten.
 ///
 /// ```

@@ -11,7 +11,7 @@ use tidegate::{Attributes as _, ClientIp, Policy, Quota};
 
 use crate::{fuzz, key_of};
 
-/// Two headers in two lines, which an application may read alike.
+/// Two headers in two lines, which an application may read as one.
 const COOKIES: [&str; 16] = [
     "session=X; a=b\nsession=X",
     "session =X\nsession= X",
@@ -188,7 +188,7 @@ fn is_cookie_value(value: &str) -> bool {
 }
 
 #[test]
-fn fuzz_cookies_that_an_application_reads_alike_are_one_key() {
+fn fuzz_cookies_that_an_application_reads_as_one_are_one_key() {
     let policy = policy("cookie.session");
     fuzz::bytes(&COOKIES, &COOKIE_PIECES, |input| {
         let mut lines = input.splitn(2, |byte| *byte == b'\n');

@@ -1,4 +1,4 @@
-//! The guarantees of a limiter, independent of the store: on memory and on a real Redis alike.
+//! The guarantees of a limiter, independent of the store: on memory and on a real Redis.
 
 #[path = "../support/mod.rs"]
 mod support;

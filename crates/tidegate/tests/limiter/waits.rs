@@ -1,4 +1,4 @@
-//! `Limiter::wait`: on memory and on a real Redis alike.
+//! `Limiter::wait`: on memory and on a real Redis.
 
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};

@@ -1,7 +1,7 @@
 -- Decides one or more independent requests in one call, at one time.
 --
 -- KEYS   the keys of the requests, in their order
--- ARGV   first one packed header for each run of alike requests, then, if the script may cross
+-- ARGV   first one packed header for each run of equal requests, then, if the script may cross
 --        slots, the keys that are not in KEYS. A header is ten doubles:
 --          deadline   in microseconds of the server's time: a later call does nothing, because its
 --                     caller has timed out

@@ -83,12 +83,12 @@ enum RequestKind {
     Group(Operation),
 }
 
-/// Key of the items that are sent with one header: a group, or alike acquires or peeks. Unless two
+/// Key of the items that are sent with one header: a group, or acquires or peeks of one quota and cost. Unless two
 /// items have a key in common, items are sorted by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum RunKey {
     /// Index of the quota, cost, and number of equal acquires; 0 for a peek.
-    Alike(usize, u64, u64),
+    Equal(usize, u64, u64),
     /// The item, which no other one is equal to.
     Group(usize),
 }
@@ -335,13 +335,13 @@ impl EncodedRequests {
         repeats: impl Fn(usize) -> u64,
     ) -> Vec<OrderedItem> {
         let ordered = |item: usize| {
-            let alike = |times| {
+            let equal = |times| {
                 let charge = &self.charges_of(item)[0];
-                RunKey::Alike(charge.quota, charge.cost, times)
+                RunKey::Equal(charge.quota, charge.cost, times)
             };
             let run = match self.items[item].kind {
-                RequestKind::Acquire => alike(repeats(item)),
-                RequestKind::Peek => alike(0),
+                RequestKind::Acquire => equal(repeats(item)),
+                RequestKind::Peek => equal(0),
                 RequestKind::Group(_) => RunKey::Group(item),
             };
             OrderedItem { item, run }
@@ -380,7 +380,7 @@ impl EncodedRequests {
             push(signed(server_times.driven.unwrap_or(0)));
             push(signed(run_count as u64));
             match *run_key {
-                RunKey::Alike(quota, cost, times) => {
+                RunKey::Equal(quota, cost, times) => {
                     let quota = &self.quotas[quota];
                     push(i64::from(quota.kind.number()));
                     push(signed(run.len() as u64));
@@ -452,7 +452,7 @@ impl EncodedRequests {
         ordered: &OrderedItem,
         reader: &mut ReplyReader<'_>,
     ) -> Result<ItemReply, StoreError> {
-        if let RunKey::Alike(quota, _, times) = ordered.run {
+        if let RunKey::Equal(quota, _, times) = ordered.run {
             let (granted, remaining) = (reader.number()?, reader.number()?);
             let algorithm = self.quotas[quota].algorithm;
             let snapshot = CounterSnapshot::read(algorithm, || reader.number())?;

@@ -34,7 +34,7 @@ fn words(arguments: &Command) -> String {
 const ACQUIRE: Operation = Operation::Apply(Action::Acquire);
 
 #[test]
-fn equal_acquires_share_an_item_and_alike_ones_share_a_header() {
+fn equal_acquires_share_an_item_and_similar_ones_share_a_header() {
     let minute = Duration::from_secs(60);
     let ten = Quota::fixed_window(10, minute).expect("valid");
     let five = Quota::token_bucket(5, minute).expect("valid");
