@@ -154,7 +154,7 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
         if index == 0 {
             match topology {
                 RedisTopology::Single => {
-                    node.report.add(Finding::ok("topology", "a single server"))
+                    node.report.add(Finding::ok("topology", "a single server"));
                 }
                 RedisTopology::Sentinel => sentinels::check(node, &sentinels).await,
                 RedisTopology::Cluster => cluster::check(node, primaries.len()).await,

@@ -182,7 +182,7 @@ async fn a_changed_algorithm_denies_a_key_for_at_most_a_window_longer() {
 
 /// Memory and Redis make the same decisions while the algorithm of a policy changes again and again.
 #[test]
-fn changed_algorithms_are_decided_alike_by_memory_and_redis() {
+fn memory_and_redis_decide_changed_algorithms_the_same() {
     let redis = Redis::start();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.expect("a runtime");

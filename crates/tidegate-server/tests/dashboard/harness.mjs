@@ -10,7 +10,7 @@ import net from 'node:net';
 import {tmpdir} from 'node:os';
 import {dirname, join} from 'node:path';
 
-const require = createRequire(new URL('../../dashboard/package.json', import.meta.url));
+const require = createRequire(new URL('../../../tidegate-service/dashboard/package.json', import.meta.url));
 const {chromium} = require('playwright-core');
 export const axeSource = require('axe-core').source;
 
