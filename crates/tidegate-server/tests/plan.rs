@@ -162,7 +162,7 @@ fn impossible_numbers_are_errors() {
 }
 
 /// The checked-in costs are those of a real server: memory within 15 %, CPU within 40 % in
-/// relation to an empty script. `RENEW=1` (`make plan-costs`) writes them instead.
+/// relation to an empty script, that of a connection within a factor of two. `RENEW=1` (`make plan-costs`) writes them instead.
 #[test]
 fn costs_are_those_of_a_real_redis() {
     let redis = Redis::start();
@@ -258,7 +258,8 @@ fn figures(costs: &str) -> Vec<Figure> {
             [name @ "keyspace-bytes", bytes] => {
                 figures.push((name.to_owned(), value(bytes), 0.15));
             }
-            [name @ "connection-cpu", cpu] => figures.push((name.to_owned(), value(cpu), 0.4)),
+            // Mostly system calls, whose price differs between kernels and hypervisors.
+            [name @ "connection-cpu", cpu] => figures.push((name.to_owned(), value(cpu), 1.0)),
             [algorithm, encoding, entries, ref costs @ ..] => {
                 for (cost, (column, tolerance)) in costs.iter().zip(COLUMNS) {
                     let name = format!("{algorithm} {encoding} {entries} {column}");

@@ -272,7 +272,8 @@ impl OneOrMany {
     /// Returns the texts as a list.
     ///
     /// ```
-    /// use tidegate_config::yaml::{Document, OneOrMany};
+    /// use tidegate_config::policies::OneOrMany;
+    /// use tidegate_config::yaml::Document;
     ///
     /// let one: OneOrMany = Document::new("a.yaml", "GET").parse()?;
     /// let many: OneOrMany = Document::new("a.yaml", "[GET, POST]").parse()?;
