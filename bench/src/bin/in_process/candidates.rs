@@ -82,7 +82,9 @@ impl Candidate for Tidegate {
         let (seconds, burst) = scenario.bucket(keys);
         let quota =
             Quota::token_bucket(1, Duration::from_secs(seconds))?.with_burst(burst.into())?;
-        Ok(Self { limiter: Limiter::new(MemoryStore::new()), quota })
+        // One policy may use 16 of 17 parts of a store.
+        let store = MemoryStore::builder().max_keys(keys + keys / 8 + 1_024).build();
+        Ok(Self { limiter: Limiter::new(store), quota })
     }
 
     fn decide(&self, key: &String) -> bool {

@@ -86,7 +86,9 @@ fn unlimited_quota(algorithm: Algorithm) -> Result<Quota> {
 }
 
 fn filled_limiter(keys: usize, quota: &Quota) -> Result<Limiter> {
-    let limiter = Limiter::new(MemoryStore::new());
+    // One policy may use 16 of 17 parts of a store.
+    let store = MemoryStore::builder().max_keys(keys + keys / 8 + 1_024).build();
+    let limiter = Limiter::new(store);
     for number in 0..keys {
         let key = key_of(number);
         ensure!(limiter.blocking().acquire(&Charge::new(&key, quota))?.allowed, "{key} was denied");
