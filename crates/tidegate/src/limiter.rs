@@ -1,6 +1,5 @@
 //! [`Limiter`]: checks charges and hands them to the store.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -87,7 +87,7 @@ fn unlimited_quota(algorithm: Algorithm) -> Result<Quota> {
 
 fn filled_limiter(keys: usize, quota: &Quota) -> Result<Limiter> {
     // One policy may use 16 of 17 parts of a store.
-    let store = MemoryStore::builder().max_keys(keys + keys / 8 + 1_024).build();
+    let store = MemoryStore::builder().max_keys((keys + keys / 8).max(10_000_000)).build();
     let limiter = Limiter::new(store);
     for number in 0..keys {
         let key = key_of(number);
