@@ -15,7 +15,6 @@ use tower::ServiceExt as _;
 
 use crate::auth::{self, AuthListener};
 use crate::logs;
-use crate::metrics::MetricsSection;
 use crate::state::ServerState;
 use tidegate_config::{AuthError, Scope};
 use tidegate_net::listener::{BufferBudget, Peer, Request};
@@ -30,7 +29,8 @@ mod request;
 use grpc::{GrpcBody, GrpcCallError, GrpcResponse, MessageReader};
 use message_buffer::ConnectionBudget;
 use plan::DescriptorPlan;
-use rejection::{Rejection, RejectionCounters};
+use rejection::Rejection;
+pub(crate) use rejection::RejectionCounters;
 use tidegate_api::DESCRIPTORS;
 use tidegate_api::envoy::config::core::v3::HeaderValue;
 use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{
@@ -62,6 +62,7 @@ impl Envoy {
     /// Creates the service. Its health is `NOT_SERVING` once `unready` turns true.
     pub(crate) async fn new(
         state: Arc<ServerState>,
+        rejections: Arc<RejectionCounters>,
         mut unready: watch::Receiver<bool>,
     ) -> anyhow::Result<Arc<Self>> {
         let (reporter, health) = tonic_health::server::health_reporter();
@@ -83,8 +84,6 @@ impl Envoy {
             .add_service(reflection().build_v1()?.max_decoding_message_size(max))
             .add_service(reflection().build_v1alpha()?.max_decoding_message_size(max));
         let tonic_routes = routes.into_axum_router();
-        let rejections = Arc::<RejectionCounters>::default();
-        state.metrics.register(Arc::clone(&rejections) as Arc<dyn MetricsSection>);
         let buffered = message_buffer::total_budget();
         Ok(Arc::new(Self { state, rejections, tonic_routes, buffered }))
     }

@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use crate::admin::{self, Admin, Live};
 use crate::api::browser::BrowserGuard;
-use crate::envoy::Envoy;
+use crate::envoy::{Envoy, RejectionCounters};
 use crate::metrics::stalls;
 use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::{Resp, RespShared};
@@ -82,7 +82,8 @@ pub async fn serve(
         stopped.clone(),
         ListenerConfig { max_age, ..listener_config(&listen, state) },
     ));
-    let envoy = Envoy::new(Arc::clone(state), service.unready.subscribe()).await?;
+    let rejections = Arc::clone(&service.rejections);
+    let envoy = Envoy::new(Arc::clone(state), rejections, service.unready.subscribe()).await?;
     let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
         move |peer| envoy.service(peer),
@@ -166,6 +167,7 @@ pub struct Service {
     admin: JoinHandle<()>,
     /// Redis protocol, if it is enabled.
     pub resp_address: Option<ListenAddress>,
+    rejections: Arc<RejectionCounters>,
     resp: Option<JoinHandle<()>>,
 }
 
@@ -235,6 +237,7 @@ impl Service {
             },
         ));
         let shutdown_delay = listen.shutdown_delay;
+        let rejections = RejectionCounters::registered(&state.metrics);
         let resp_shared = RespShared::new(&state.metrics);
         let resp = resp_listener.map(|listener| {
             let state = Arc::clone(&state);
@@ -252,6 +255,7 @@ impl Service {
             admin_stop,
             admin,
             resp_address,
+            rejections,
             resp,
         })
     }

@@ -4,10 +4,11 @@
 //! have values of clients' headers. So a client must not be able to make a call fail: a call that
 //! is too large or has an invalid value is answered with `OVER_LIMIT`, not with a gRPC error.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use crate::metrics::{MetricsSection, write_labelled};
+use crate::metrics::{Metrics, MetricsSection, write_labelled};
 
 use super::grpc::{self, GrpcResponse};
 use tidegate_api::envoy::service::ratelimit::v3::RateLimitResponse;
@@ -29,7 +30,7 @@ pub(super) enum Rejection {
 
 /// Numbers of rejections, by their label.
 #[derive(Debug, Default)]
-pub(super) struct RejectionCounters([AtomicU64; Rejection::LABELS.len()]);
+pub(crate) struct RejectionCounters([AtomicU64; Rejection::LABELS.len()]);
 
 impl Rejection {
     /// Labels in metrics, in the order of the variants.
@@ -67,6 +68,16 @@ impl Rejection {
             statuses: vec![over_limit; descriptors],
             ..RateLimitResponse::default()
         })
+    }
+}
+
+impl RejectionCounters {
+    /// Registers the counters, even if the service of Envoy is not started: dashboards know their
+    /// names.
+    pub(crate) fn registered(metrics: &Metrics) -> Arc<Self> {
+        let counters = Arc::<Self>::default();
+        metrics.register(Arc::clone(&counters) as Arc<dyn MetricsSection>);
+        counters
     }
 }
 

@@ -24,12 +24,33 @@ pub(super) fn parse(text: &str) -> anyhow::Result<EnvFilter> {
             LEVELS.join(", ")
         );
         Ok(match target {
-            Some(target) => format!("{target}={level}"),
+            Some(target) => format!("{}={level}", in_crate(target)),
             None => level.to_owned(),
         })
     });
     let directives = directives.collect::<anyhow::Result<Vec<_>>>()?.join(",");
     directives.parse().map_err(|error| anyhow::anyhow!("{VARIABLE}={text}: {error}"))
+}
+
+/// Modules of the service, which is a crate of its own.
+const SERVICE_MODULES: [&str; 13] = [
+    "admin", "api", "auth", "backend", "envoy", "hot_keys", "logs", "metrics", "observer",
+    "reload", "resp", "serve", "state",
+];
+
+/// Returns the target of a module. All modules of the binary are named `tidegate::…` in a filter,
+/// whatever their crate is.
+fn in_crate(target: &str) -> String {
+    let Some(path) = target.trim().strip_prefix("tidegate::") else { return target.to_owned() };
+    match path.split("::").next().unwrap_or_default() {
+        "gateway" => format!("tidegate_{path}"),
+        "config" => format!("tidegate_config::{path}"),
+        "listener" | "tls" => format!("tidegate_net::{path}"),
+        "doctor" => format!("tidegate_tools::{path}"),
+        module if SERVICE_MODULES.contains(&module) => format!("tidegate_service::{path}"),
+        // A module of the library.
+        _ => target.to_owned(),
+    }
 }
 
 #[cfg(test)]
@@ -45,6 +66,11 @@ mod tests {
             (" debug ", "debug"),
             ("info,tidegate=Warning", "tidegate=warn,info"),
             ("off", "off"),
+            ("tidegate::gateway=debug", "tidegate_gateway=debug"),
+            ("tidegate::gateway::client=debug", "tidegate_gateway::client=debug"),
+            ("tidegate::reload=debug", "tidegate_service::reload=debug"),
+            ("tidegate::listener=trace", "tidegate_net::listener=trace"),
+            ("tidegate::store::redis=debug", "tidegate::store::redis=debug"),
         ] {
             assert_eq!(parse(text).expect(text).to_string(), expected, "{text}");
         }
