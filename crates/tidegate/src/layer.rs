@@ -118,7 +118,6 @@ mod service;
 pub use body::Body;
 pub use future::ResponseFuture;
 pub use headers::for_each_header_value;
-pub use log_throttle::LogThrottle;
 pub use request_limiter::{HeaderSwitches, RequestLimiter};
 pub use request_limiters::{
     ConfigureRequest, PolicyRequestLimiter, QuotaRequestLimiter, RequestOptions,

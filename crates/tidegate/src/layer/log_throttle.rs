@@ -8,7 +8,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Throttle of one log line.
 #[derive(Debug, Default)]
-pub struct LogThrottle(Mutex<ThrottleState>);
+pub(super) struct LogThrottle(Mutex<ThrottleState>);
 
 #[derive(Debug, Default)]
 struct ThrottleState {
@@ -19,13 +19,13 @@ struct ThrottleState {
 impl LogThrottle {
     /// Creates a throttle that has logged nothing.
     #[must_use]
-    pub const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self(Mutex::new(ThrottleState { last_logged: None, suppressed: 0 }))
     }
 
     /// Returns the number of lines suppressed since the last one, or `None` to suppress this one.
     #[must_use]
-    pub fn should_log(&self, now: Instant) -> Option<u64> {
+    pub(super) fn should_log(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.last_logged.is_some_and(|last| now.saturating_duration_since(last) < LOG_INTERVAL)
         {
