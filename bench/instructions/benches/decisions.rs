@@ -182,6 +182,23 @@ fn select_policies((policies, request): (Policies, Request)) -> (Policies, Reque
     (policies, request)
 }
 
+/// Creates a policy with overrides of a hundred thousand networks, and an address in one of them.
+fn networks() -> (Policy, String) {
+    let mut policy = Policy::builder("per-ip", quota(Algorithm::TokenBucket)).key(["ip"]);
+    for number in 0..100_000_u32 {
+        let network = format!("{}/24", std::net::Ipv4Addr::from_bits(number << 8));
+        policy = policy.override_for([network], quota(Algorithm::TokenBucket));
+    }
+    (policy.build().expect("a valid policy"), "1.2.3.4".to_owned())
+}
+
+#[library_benchmark]
+#[bench::of_100000(args = (), setup = networks, config = limit("find_network/of_100000"))]
+fn find_network((policy, address): (Policy, String)) -> (Policy, String) {
+    black_box(policy.quota_for(black_box(&address)));
+    (policy, address)
+}
+
 fn denial() -> (Quota, Decision) {
     let (limiter, quota) = *existing(Algorithm::TokenBucket, 0);
     let decision = acquire(&limiter, &quota);
@@ -212,6 +229,7 @@ library_benchmark_group!(
         acquire_async,
         acquire_all_of_three,
         select_policies,
+        find_network,
         render_headers
     ]
 );

@@ -8,7 +8,8 @@ use std::marker::PhantomData;
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 use tidegate::{
-    Algorithm, Decision, Encoding, Mode, PolicyDecision, PolicyDecisions, Quota, normalize_host,
+    Algorithm, Decision, Encoding, Explanation, Mode, PolicyDecision, PolicyDecisions, Quota,
+    normalize_host,
 };
 
 use crate::duration::millis_rounded_up;
@@ -237,6 +238,17 @@ pub struct DecisionsBody<'a> {
     binding: BindingBody,
     /// Decision of each policy. Empty if no policy applies.
     decisions: Vec<PolicyDecisionBody<'a>>,
+    /// Whether each policy applies, and why. Only with `?explain` and attributes.
+    #[schema(required = false)]
+    policies: Option<Vec<ExplanationBody<'a>>>,
+}
+
+/// Why a policy does or does not apply.
+#[derive(serde::Serialize, utoipa::ToSchema)]
+pub struct ExplanationBody<'a> {
+    policy: &'a str,
+    applies: bool,
+    reason: &'a str,
 }
 
 /// Most restrictive decision, with durations in milliseconds.
@@ -400,9 +412,19 @@ pub fn decisions_body(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
 pub fn explained_body(
     decisions: &PolicyDecisions<'_>,
     shown: impl Fn(&str, &str) -> String,
+    policies: Option<&[Explanation<'_>]>,
 ) -> Vec<u8> {
     let key = |entry: &PolicyDecision<'_>| entry.key().map(|key| shown(entry.policy(), key));
-    body_with_keys(decisions, &decisions.iter().map(key).collect::<Vec<_>>())
+    let mut body = body_with_keys(decisions, &decisions.iter().map(key).collect::<Vec<_>>());
+    if let Some(policies) = policies {
+        let policies = policies.iter().map(|Explanation { policy, applies, reason, .. }| {
+            ExplanationBody { policy, applies: *applies, reason }
+        });
+        let policies = serde_json::json!(policies.collect::<Vec<_>>()).to_string();
+        body.truncate(body.len() - 1);
+        body.extend_from_slice(format!(",\"policies\":{policies}}}").as_bytes());
+    }
+    body
 }
 
 fn body_with_keys(decisions: &PolicyDecisions<'_>, keys: &[Option<String>]) -> Vec<u8> {

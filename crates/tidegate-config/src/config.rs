@@ -157,11 +157,12 @@ impl Config {
         let document = Document::new(&name, &text).with_redaction(&redaction::NAMES);
         // Another machine may lack the variables of other sections, too.
         let raw: raw::RawConfig = document.without_variables().parse()?;
+        let ipv6_prefix = ipv6_prefix(&raw.client_ip);
         let client_ip = client_ip(&document, &raw.client_ip)?;
         let policies = if raw.policies.is_empty() {
-            policies::from_raw(&document, &raw.attributes, &raw.paths, raw.policies)?
+            policies::from_raw(&document, &raw.attributes, &raw.paths, ipv6_prefix, raw.policies)?
         } else {
-            policies::parse(&name, &text)?
+            policies::parse_for(&name, &text, ipv6_prefix)?
         };
         Ok((policies, client_ip))
     }
@@ -198,7 +199,8 @@ fn validate(
     let auth = auth::validate(document, folder, raw.auth)?;
     let listen = listen::validate(document, &raw.listen, &auth.tokens)?;
     let lines: BTreeMap<String, u64> = raw.policies.iter().map(RawPolicy::line).collect();
-    let policies = policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
+    let (paths, ipv6_prefix) = (&raw.paths, ipv6_prefix(&raw.client_ip));
+    let policies = policies::from_raw(document, &raw.attributes, paths, ipv6_prefix, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
     let (envoy, rule_files) = envoy(document, folder, &raw.envoy)?;
@@ -206,7 +208,7 @@ fn validate(
     warnings.extend(rule_files.warnings);
     warnings.extend_from_slice(envoy.rules.warnings());
     let line = |policy: &str| lines.get(policy).copied();
-    warnings.extend(warning::of_policies(document.name(), &policies, &client_ip, line));
+    warnings.extend(warning::of_policies(document.name(), &policies, line));
     if let StoreConfig::Memory(settings) = &store {
         warnings.extend(warning::of_logs(document.name(), &policies, settings.max_keys, line));
     }
@@ -342,10 +344,14 @@ fn envoy(
     Ok((envoy, files))
 }
 
+fn ipv6_prefix(raw: &raw::RawClientIp) -> u8 {
+    let prefix = raw.ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok());
+    prefix.unwrap_or(policies::DEFAULT_IPV6_PREFIX)
+}
+
 fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {
     let networks = networks(document, &raw.trusted_proxies)?;
-    let prefix = raw.ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok()).unwrap_or(64);
-    ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
+    ClientIp::new(networks, ipv6_prefix(raw)).map_err(|error| document.error(&error.to_string()))
 }
 
 /// Parses networks and addresses.

@@ -28,12 +28,14 @@ use std::path::Path;
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::Spanned;
 
+mod limits;
 mod paths;
 mod policy;
 pub mod schema;
 
 pub use paths::RawPaths;
 pub use policy::OneOrMany;
+use policy::PolicyRules;
 pub use policy::RawPolicy;
 
 use schemars::schema_for;
@@ -50,6 +52,9 @@ struct PolicySections {
     paths: RawPaths,
     policies: Vec<RawPolicy>,
 }
+
+/// The bits of [`ClientIp::default`](tidegate::ClientIp).
+pub(crate) const DEFAULT_IPV6_PREFIX: u8 = 64;
 
 const SECTIONS: [&str; 3] = ["attributes", "paths", "policies"];
 
@@ -126,17 +131,24 @@ pub fn load(path: impl AsRef<Path>) -> Result<Policies, ConfigError> {
 
 /// Parses the policies of a YAML text. `name` is the file name in error messages.
 pub fn parse(name: &str, text: &str) -> Result<Policies, ConfigError> {
-    let document = Document::new(name, text).with_redaction(&NAMES);
-    let sections: PolicySections = document.parse()?;
-    from_raw(&document, &sections.attributes, &sections.paths, sections.policies)
+    parse_for(name, text, DEFAULT_IPV6_PREFIX)
 }
 
-/// Validates the declared attributes, the path rules and the policies of a document, for a program that parses
-/// the whole file itself; see the example of [`Document`].
+/// Parses the policies for requests whose IPv6 addresses count together by this prefix.
+pub(crate) fn parse_for(name: &str, text: &str, ipv6_prefix: u8) -> Result<Policies, ConfigError> {
+    let document = Document::new(name, text).with_redaction(&NAMES);
+    let PolicySections { attributes, paths, policies } = document.parse()?;
+    from_raw(&document, &attributes, &paths, ipv6_prefix, policies)
+}
+
+/// Validates the declared attributes, the path rules and the policies of a document, for a program
+/// that parses the whole file itself; see the example of [`Document`]. The addresses of its IPv6
+/// clients count together by `ipv6_prefix` bits.
 pub fn from_raw(
     document: &Document<'_>,
     attributes: &[Spanned<String>],
     paths: &RawPaths,
+    ipv6_prefix: u8,
     policies: Vec<RawPolicy>,
 ) -> Result<Policies, ConfigError> {
     let mut declared = AttributeNames::default();
@@ -153,7 +165,8 @@ pub fn from_raw(
         return Err(document.error_at(twice, &error.to_string()));
     }
     let rules = paths.validate(document)?;
-    let policies = policies.into_iter().map(|policy| policy.validate(document, &declared, rules));
+    let read = PolicyRules { attributes: &declared, paths: rules, ipv6_prefix };
+    let policies = policies.into_iter().map(|policy| policy.validate(document, &read));
     let policies = policies.collect::<Result<_, _>>()?;
     let set = Policies::with_rules(policies, rules);
     let set = set.map_err(|error| document.error(&error.to_string()))?;

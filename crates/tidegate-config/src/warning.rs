@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use tidegate::{Algorithm, ClientIp, KeySource, MemoryStore, Policies, Policy, Quota};
+use tidegate::{Algorithm, KeySource, MemoryStore, Policies, Quota};
 
 /// Warning about a file that is loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +33,6 @@ const MAX_LINES: usize = 3;
 pub(crate) fn of_policies(
     file: &str,
     policies: &Policies,
-    client_ip: &ClientIp,
     line: impl Fn(&str) -> Option<u64>,
 ) -> Vec<ConfigWarning> {
     let bypassable = policies.bypassable().map(|policy| {
@@ -50,18 +49,16 @@ pub(crate) fn of_policies(
     });
     let literals = "`*` stands for any text without a slash, `**` for any text; there are neither \
                     parameters nor regular expressions";
-    let unseen = policies.iter().flat_map(|policy| {
-        let unseen = unseen_addresses(policy, client_ip);
-        unseen.map(|(text, group)| {
-            (policy.name(), format!("no request has the address {text:?}: write {group:?}"))
-        })
+    let exemptible = policies.exemptible().map(|(policy, attribute)| {
+        let wrong = format!("`unless` rests on {attribute}, which a client may choose");
+        (policy.name(), wrong)
     });
-    let addresses = "requests have IPv4 addresses, and the networks of IPv6 addresses by \
-                     client_ip.ipv6_prefix";
+    let exempted = "make sure that a proxy in front removes it, or add a condition on ip to the \
+                    entry";
     [
         grouped(file, &line, &bypassable.collect::<Vec<_>>(), bypassed),
         grouped(file, &line, &literal.collect::<Vec<_>>(), literals),
-        grouped(file, &line, &unseen.collect::<Vec<_>>(), addresses),
+        grouped(file, &line, &exemptible.collect::<Vec<_>>(), exempted),
     ]
     .concat()
 }
@@ -94,23 +91,6 @@ fn grouped(
             found.len() - MAX_LINES
         ),
     )]
-}
-
-/// Iterates over the addresses in the conditions and overrides of a policy that no request has in
-/// this form, each with the form that requests have.
-fn unseen_addresses<'a>(
-    policy: &'a Policy,
-    client_ip: &'a ClientIp,
-) -> impl Iterator<Item = (&'a str, String)> {
-    let conditions = policy.conditions().filter(|(attribute, _)| *attribute == "ip");
-    let patterns = conditions.flat_map(|(_, patterns)| patterns).map(String::as_str);
-    let is_by_ip = policy.key().iter().map(KeySource::as_str).eq(["ip"]);
-    let keys = policy.overrides().map(|(key, _)| key).filter(move |_| is_by_ip);
-    patterns.chain(keys).filter_map(|text| {
-        let address = text.split('/').next().unwrap_or_default();
-        let group = client_ip.group(address.parse().ok()?);
-        (group != text).then_some((text, group))
-    })
 }
 
 /// Memory of an entry of a sliding log, in bytes.

@@ -200,14 +200,14 @@ fn policies_that_may_not_limit_as_meant_are_warnings() {
     let first = "tidegate.yaml:2: policy \"a\": the path \"/users/{id}\" matches only itself: \
                  write \"/users/*\"";
     assert!(text.contains(first) && text.contains("write \"/users/*/**\""), "{text}");
-    let addresses = "policies:\n  - {name: a, match: {ip: '2001:db8::1'}, limit: 1, window: 1s}\n  \
-                     - {name: b, key: ip, limit: 1, window: 1s, overrides: [{key: '2001:db8::/32', \
-                     limit: 2}]}\n  - {name: c, match: {ip: [192.0.2.7, '10.*', '2001:db8::/64']}, \
-                     limit: 1, window: 1s}\n";
-    let text = warnings(addresses);
-    let right = "no request has the address \"2001:db8::1\": write \"2001:db8::/64\"";
-    assert!(text.contains(right) && text.contains("\"2001:db8::/32\": write"), "{text}");
-    assert_eq!(text.matches("warning").count(), 2, "{text}");
+    let chosen = "policies:\n  - {name: a, key: ip, limit: 1, window: 1s, unless: \
+                  [{header.x-health-check: '*'}]}\n  - {name: b, key: ip, limit: 1, window: 1s, \
+                  unless: [{ip: 10.0.0.0/8, header.x: '*'}, {path: /healthz}]}\n";
+    let text = warnings(chosen);
+    let right = "tidegate.yaml:2: policy \"a\": `unless` rests on header.x-health-check, which a \
+                 client may choose";
+    assert!(text.contains(right), "{text}");
+    assert_eq!(text.matches("warning").count(), 1, "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
     assert_eq!(warnings(&guarded), "");
 }

@@ -361,26 +361,29 @@ async fn decide(
         charged_at.max(Timestamp::from_micros(1))
     });
     let query = query.with_cost(body.cost).with_charged_at(charged_at);
-    let answer =
-        |decisions: &PolicyDecisions<'_>| decision_response(&active, action, explains, decisions);
+    let answer = |decisions: &PolicyDecisions<'_>| {
+        let explain = || {
+            let attributes = body.attributes.as_ref().map(|AttributesBody(it)| it);
+            let policies = attributes.map(|it| active.policies().explain(it));
+            let shown = |policy: &str, key: &str| active.shown_key(policy, key.to_owned());
+            json::explained_body(decisions, shown, policies.as_deref())
+        };
+        let body = if explains { explain() } else { json::decisions_body(decisions) };
+        decision_response(&active, action, decisions, body)
+    };
     Ok(active.decide(headers, action, query, answer).await?)
 }
 
 fn decision_response(
     active: &ActiveConfig,
     action: Action,
-    explains: bool,
     decisions: &PolicyDecisions<'_>,
+    body: Vec<u8>,
 ) -> ApiResponse {
     let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     let mut headers = HeaderMap::with_capacity(8);
     add_rate_limit_headers(&mut headers, decisions, active, denied);
-    let body = if explains {
-        json::explained_body(decisions, |policy, key| active.shown_key(policy, key.to_owned()))
-    } else {
-        json::decisions_body(decisions)
-    };
     json_response(status, headers, body)
 }
 

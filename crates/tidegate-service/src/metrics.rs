@@ -66,8 +66,9 @@ const DENIED: usize = 1;
 const SHADOW_DENIED: usize = 2;
 const MISSING_KEY: usize = 3;
 const NEAR_LIMIT: usize = 4;
+const OTHER_LIMIT: usize = 5;
 /// Index of the first of the decisions of a fallback, by source.
-const FALLBACK: usize = 5;
+const FALLBACK: usize = 6;
 
 /// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
@@ -99,6 +100,11 @@ impl Outcomes {
     /// Counts a request that lacks the policy's key.
     pub fn count_missing_key(&self) {
         self.0.add(MISSING_KEY, 1);
+    }
+
+    /// Counts a request that has none of the values in the policy's `limits`.
+    pub fn count_other_limit(&self) {
+        self.0.add(OTHER_LIMIT, 1);
     }
 
     /// Counts units that were admitted near the limit.
@@ -228,6 +234,9 @@ impl Metrics {
             ("tidegate_missing_key_total",
                 "Requests that lack the key of a policy, by policy.",
                 &[(String::new(), MISSING_KEY)]),
+            ("tidegate_limits_other_total",
+                "Requests without one of the values in the limits of a policy, by policy.",
+                &[(String::new(), OTHER_LIMIT)]),
             ("tidegate_near_limit_total",
                 "Units admitted near the limit, by policy.", &[(String::new(), NEAR_LIMIT)]),
             ("tidegate_fallback_decisions_total",

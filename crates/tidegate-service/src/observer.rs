@@ -170,4 +170,10 @@ impl Observer for DecisionObserver {
             outcomes.count_missing_key();
         }
     }
+
+    fn other_limit(&self, policy: &Policy) {
+        if let Some(outcomes) = self.outcomes.get(policy.name()) {
+            outcomes.count_other_limit();
+        }
+    }
 }

@@ -184,10 +184,9 @@ impl ClientIp {
 /// Returns the IPv4 address that a NAT64 translator embedded, whose clients are all in one network of
 /// IPv6. That network itself embeds none.
 fn nat64_embedded(address: Ipv6Addr) -> Option<Ipv4Addr> {
-    let octets = address.octets();
-    let [.., a, b, c, d] = octets;
+    let [.., a, b, c, d] = address.octets();
     let embedded = Ipv4Addr::new(a, b, c, d);
-    (octets.starts_with(&NAT64_PREFIX) && !embedded.is_unspecified()).then_some(embedded)
+    (is_nat64(address) && !embedded.is_unspecified()).then_some(embedded)
 }
 
 /// Formats an IPv4 address faster than its `Display`, because it is the key of most limits.
@@ -202,8 +201,13 @@ fn dotted(address: Ipv4Addr) -> String {
     text
 }
 
+/// Returns whether a NAT64 translator has this address.
+pub(crate) fn is_nat64(address: Ipv6Addr) -> bool {
+    address.octets().starts_with(&NAT64_PREFIX)
+}
+
 /// Converts an IPv4-mapped network to IPv4, as is done with addresses before they are compared.
-fn unmapped(network: IpNet) -> IpNet {
+pub(crate) fn unmapped(network: IpNet) -> IpNet {
     let IpNet::V6(mapped) = network else { return network };
     let ipv4 = mapped.addr().to_ipv4_mapped().zip(mapped.prefix_len().checked_sub(96));
     ipv4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok()).map_or(network, IpNet::V4)

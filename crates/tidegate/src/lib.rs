@@ -227,10 +227,10 @@ pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
 pub use policy::{
     ATTRIBUTE_NAMES, AttributeError, AttributeNames, Attributes, Cost, DEFAULT_QUERY_TIMEOUT,
-    Enforcement, KeySource, MissingKey, Mode, Observer, PathError, PathRules, PathSpelling,
-    Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter,
-    PolicyPart, PreparedCharge, Progress, Query, QueryError, SelectError, Selection, ShowKeys,
-    TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
+    Enforcement, Explanation, KeySource, MissingKey, Mode, Observer, PathError, PathRules,
+    PathSpelling, Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError,
+    PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query, QueryError, SelectError, Selection,
+    ShowKeys, TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "redis")]

@@ -7,29 +7,37 @@ use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ipnet::IpNet;
+
 use crate::charge::OnStoreFailure;
 use crate::enum_names::enum_names;
 use crate::key::Key;
 use crate::quota::Quota;
 
 mod builder;
+mod condition;
 mod decisions;
 mod error;
+mod explain;
 mod index;
 mod key_source;
 mod limiter;
 mod mistake;
+mod networks;
 mod path;
 mod pattern;
 mod pipeline;
 mod query;
+mod quotas;
 mod select;
 mod show_keys;
 mod value;
 
 pub use builder::{PolicyBuilder, PolicyPart};
+use condition::{Condition, ReadRules};
 pub use decisions::{PolicyDecision, PolicyDecisions};
 pub use error::{PolicyError, QueryError};
+pub use explain::Explanation;
 pub use key_source::NAMES as ATTRIBUTE_NAMES;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
@@ -38,13 +46,17 @@ pub use limiter::{
     DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, Progress, TRACE_TARGET, Waiting,
 };
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
-use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
+use quotas::{Quotas, ValueQuotas};
 pub use select::{Policies, SelectError, Selection};
 pub use show_keys::ShowKeys;
 pub use value::decode_value;
 #[cfg(feature = "tower")]
 pub(crate) use value::trimmed;
+
+/// Number of bits by which the addresses of IPv6 clients count together, as in
+/// [`ClientIp`](crate::ClientIp).
+const DEFAULT_IPV6_PREFIX: u8 = 64;
 
 /// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which
@@ -140,28 +152,20 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
 pub struct Policy {
     name: String,
     conditions: Vec<Condition>,
+    /// Groups of conditions, each of which exempts a request that meets it wholly.
+    unless: Vec<Vec<Condition>>,
     key: Vec<KeySource>,
     missing_key: MissingKey,
-    quota: Quota,
+    quotas: Quotas,
     cost: Cost,
     mode: Mode,
     on_store_failure: OnStoreFailure,
     /// `None`: by the attributes of the key.
     show_keys: Option<ShowKeys>,
-    overrides: HashMap<String, Quota>,
     attributes: AttributeNames,
-    path_rules: PathRules,
+    rules: ReadRules,
     /// Whether a request without the key has been logged. Clones share it.
     missing_key_logged: Arc<AtomicBool>,
-}
-
-/// Attribute that must match any of the patterns.
-#[derive(Debug, Clone)]
-struct Condition {
-    attribute: KeySource,
-    /// Patterns as they were written, to be parsed by other path rules.
-    texts: Vec<String>,
-    patterns: Vec<Pattern>,
 }
 
 /// Treatment of a request that lacks an attribute of the key.
@@ -239,19 +243,6 @@ pub enum Cost {
     },
 }
 
-impl Condition {
-    fn parse(&mut self, rules: PathRules) -> Result<(), PolicyError> {
-        let patterns = self.texts.iter().map(|text| Pattern::new(&self.attribute, text, rules));
-        self.patterns = patterns.collect::<Result<_, _>>()?;
-        // Applications answer HEAD by the routes for GET, with the same work.
-        let is_method = self.attribute.as_str() == "method";
-        if is_method && self.patterns.iter().any(|pattern| pattern.matches("GET")) {
-            self.patterns.push(Pattern::Exact("HEAD".to_owned()));
-        }
-        Ok(())
-    }
-}
-
 impl Policy {
     /// Starts a policy that applies to every request, counts them all together, and enforces.
     pub fn builder(name: impl Into<String>, quota: Quota) -> PolicyBuilder {
@@ -266,16 +257,16 @@ impl Policy {
         Ok(Self {
             name,
             conditions: Vec::new(),
+            unless: Vec::new(),
             key: Vec::new(),
             missing_key: MissingKey::default(),
-            quota,
+            quotas: Quotas::new(quota),
             cost: Cost::Fixed(1),
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
             show_keys: None,
-            overrides: HashMap::new(),
             attributes: AttributeNames::default(),
-            path_rules: PathRules::KEEP,
+            rules: ReadRules { path: PathRules::KEEP, ipv6_prefix: DEFAULT_IPV6_PREFIX },
             missing_key_logged: Arc::default(),
         })
     }
@@ -285,26 +276,38 @@ impl Policy {
         self.attributes = names;
     }
 
+    fn condition(&self, attribute: &str, patterns: &[String]) -> Result<Condition, PolicyError> {
+        Condition::new(self.attributes.source(attribute)?, patterns.to_vec(), self.rules)
+    }
+
     pub(crate) fn add_match(
         &mut self,
         attribute: &str,
-        patterns: &[impl AsRef<str>],
+        patterns: &[String],
     ) -> Result<(), PolicyError> {
-        let attribute = self.attributes.source(attribute)?;
-        if patterns.is_empty() {
-            return Err(PolicyError::NoPattern(attribute.to_string()));
+        self.conditions.push(self.condition(attribute, patterns)?);
+        Ok(())
+    }
+
+    pub(crate) fn add_unless(
+        &mut self,
+        conditions: &[(String, Vec<String>)],
+    ) -> Result<(), PolicyError> {
+        let parse = |(attribute, it): &(String, Vec<String>)| self.condition(attribute, it);
+        let conditions = conditions.iter().map(parse).collect::<Result<Vec<_>, _>>()?;
+        if conditions.is_empty() {
+            return Err(PolicyError::NoCondition);
         }
-        let texts = patterns.iter().map(|pattern| pattern.as_ref().to_owned()).collect();
-        let mut condition = Condition { attribute, texts, patterns: Vec::new() };
-        condition.parse(self.path_rules)?;
-        self.conditions.push(condition);
+        self.unless.push(conditions);
         Ok(())
     }
 
     /// Sets the path rules, by which the patterns of paths are parsed.
     pub(crate) fn set_path_rules(&mut self, rules: PathRules) -> Result<(), PolicyError> {
-        self.path_rules = rules;
-        self.conditions.iter_mut().try_for_each(|condition| condition.parse(rules))
+        self.rules.path = rules;
+        let conditions = self.conditions.iter_mut().chain(self.unless.iter_mut().flatten());
+        let mut paths = conditions.filter(|condition| condition.attribute.is_path());
+        paths.try_for_each(|condition| condition.parse(self.rules))
     }
 
     pub(crate) fn set_key(&mut self, attributes: &[impl AsRef<str>]) -> Result<(), PolicyError> {
@@ -330,21 +333,35 @@ impl Policy {
         values: &[impl AsRef<str>],
         quota: Quota,
     ) -> Result<(), PolicyError> {
+        let invalid = |reason| PolicyError::Override { key: join(values), reason };
         if let Some(reason) = self.mistake_in_override(values) {
-            return Err(PolicyError::Override { key: join(values), reason });
+            return Err(invalid(reason));
         }
-        let normal = self.key.iter().zip(values).map(|(source, value)| {
+        let mut network = None;
+        let mut normal = Vec::with_capacity(values.len());
+        for (source, value) in self.key.iter().zip(values) {
             let value = value.as_ref();
-            if source.is_path() {
-                return self.path_rules.matched(value).unwrap_or(Cow::Borrowed(value));
-            }
-            source.normalize(Cow::Borrowed(value))
-        });
-        let key = join(&normal.collect::<Vec<_>>());
-        match self.overrides.insert(key.clone(), quota) {
-            None => Ok(()),
-            Some(_) => Err(PolicyError::OverriddenTwice(key)),
+            normal.push(match source.as_str() {
+                "path" => self.rules.path.matched(value).unwrap_or(Cow::Borrowed(value)),
+                "ip" => {
+                    let parsed = networks::parse(value, self.rules.ipv6_prefix).map_err(invalid)?;
+                    network = Some(parsed);
+                    Cow::Owned(networks::group(parsed))
+                }
+                _ => source.normalize(Cow::Borrowed(value)),
+            });
         }
+        let is_group = |network: &IpNet| {
+            networks::is_address(network)
+                || network.addr().is_ipv6() && network.prefix_len() == self.rules.ipv6_prefix
+        };
+        if values.len() > 1 && !network.as_ref().is_none_or(is_group) {
+            let reason = "only a policy that counts by ip alone has limits of networks: write an \
+                          address";
+            return Err(invalid(reason.to_owned()));
+        }
+        let network = network.filter(|_| values.len() == 1);
+        self.quotas.add_override(join(&normal), network, quota)
     }
 
     /// Returns why no request has this key, and what would be right.
@@ -365,10 +382,28 @@ impl Policy {
                 names()
             )),
         }
-        .or_else(|| {
-            let mut pairs = self.key.iter().zip(values);
-            pairs.find_map(|(source, value)| mistake::in_key(source, value.as_ref()))
-        })
+    }
+
+    /// Sets the quotas for values of an attribute, such as plans.
+    pub(crate) fn set_limits(
+        &mut self,
+        attribute: &str,
+        values: Vec<(String, Quota)>,
+    ) -> Result<(), PolicyError> {
+        let attribute = self.attributes.source(attribute)?;
+        if ["ip", "path"].contains(&attribute.as_str()) {
+            return Err(PolicyError::LimitsAttribute(attribute.to_string()));
+        }
+        let mut quotas = HashMap::with_capacity(values.len());
+        for (value, quota) in values {
+            let normal = attribute.normalize(Cow::Owned(value)).into_owned();
+            if let Some((value, _)) = quotas.get_key_value(&normal) {
+                return Err(PolicyError::LimitTwice(String::clone(value)));
+            }
+            quotas.insert(normal, quota);
+        }
+        self.quotas.set_by_value(ValueQuotas { attribute, quotas });
+        Ok(())
     }
 
     /// Iterates over the path patterns that are probably not meant literally, each with the pattern
@@ -406,9 +441,9 @@ impl Policy {
         Ok(())
     }
 
-    /// Returns the quotas: those of keys with an override, then that of all others.
+    /// Returns the quotas: those of overrides and of values, then that of all others.
     pub fn quotas(&self) -> impl Iterator<Item = &Quota> {
-        self.overrides.values().chain([&self.quota])
+        self.quotas.iter()
     }
 
     /// Returns the highest cost of one request, for the key with the largest quota.
@@ -423,16 +458,29 @@ impl Policy {
         &self.name
     }
 
-    /// Returns the quota of keys without an override.
+    /// Returns the quota of requests without another one.
     #[must_use]
     pub fn quota(&self) -> &Quota {
-        &self.quota
+        &self.quotas.default
     }
 
-    /// Returns the quota of this key.
+    /// Returns the quota of this key, if no value of a request has another one.
     #[must_use]
     pub fn quota_for(&self, key: &str) -> &Quota {
-        self.overrides.get(key).unwrap_or(&self.quota)
+        self.quotas.of_key(key)
+    }
+
+    /// Returns the override that applies to this key: its own, or that of the longest network
+    /// around it.
+    #[must_use]
+    pub fn override_of(&self, key: &str) -> Option<(&str, &Quota)> {
+        self.quotas.override_of(key)
+    }
+
+    /// Returns the attribute whose values have quotas of their own, and these.
+    #[must_use]
+    pub fn limits(&self) -> Option<(&str, &HashMap<String, Quota>)> {
+        self.quotas.by_value().map(|it| (it.attribute.as_str(), &it.quotas))
     }
 
     /// Returns whether denials are enforced.
@@ -454,21 +502,21 @@ impl Policy {
         self.show_keys.unwrap_or_else(|| ShowKeys::default_for(attributes))
     }
 
-    /// Returns the number of keys with an override of the quota.
-    #[must_use]
-    pub fn override_count(&self) -> usize {
-        self.overrides.len()
-    }
-
-    /// Iterates over the keys with an override, in any order, and their quotas.
+    /// Iterates over the keys and networks with an override, and their quotas.
     pub fn overrides(&self) -> impl Iterator<Item = (&str, &Quota)> {
-        self.overrides.iter().map(|(key, quota)| (key.as_str(), quota))
+        self.quotas.overrides()
     }
 
     /// Iterates over the conditions, all of which a request must meet: an attribute, and patterns
     /// as they were written, of which any must match.
     pub fn conditions(&self) -> impl Iterator<Item = (&str, &[String])> {
-        self.conditions.iter().map(|it| (it.attribute.as_str(), it.texts.as_slice()))
+        self.conditions.iter().map(Condition::texts)
+    }
+
+    /// Iterates over the groups of conditions that exempt a request, each like
+    /// [`conditions`](Self::conditions).
+    pub fn unless(&self) -> impl Iterator<Item = impl Iterator<Item = (&str, &[String])>> {
+        self.unless.iter().map(|group| group.iter().map(Condition::texts))
     }
 
     /// Returns the cost of a request that does not name one.
@@ -483,17 +531,19 @@ impl Policy {
         &self.key
     }
 
-    /// Returns the attributes of the conditions, the key and the cost.
+    /// Returns the attributes of the conditions, the key, the limits and the cost.
     pub fn references(&self) -> impl Iterator<Item = &str> {
-        let conditions = self.conditions.iter().map(|condition| &condition.attribute);
+        let conditions = self.conditions.iter().chain(self.unless.iter().flatten());
+        let conditions = conditions.map(|condition| &condition.attribute);
+        let limits = self.quotas.by_value().map(|it| &it.attribute);
         let cost = match &self.cost {
             Cost::Fixed(_) => None,
             Cost::Attribute { name, .. } => Some(name.as_str()),
         };
-        conditions.chain(&self.key).map(KeySource::as_str).chain(cost)
+        conditions.chain(&self.key).chain(limits).map(KeySource::as_str).chain(cost)
     }
 
-    /// Returns the first attribute of the conditions, the key or the cost that no HTTP request has:
+    /// Returns the first attribute of [`references`](Self::references) that no HTTP request has:
     /// `domain`, `descriptor.KEY`, or a custom one.
     #[must_use]
     pub fn non_http_attribute(&self) -> Option<&str> {

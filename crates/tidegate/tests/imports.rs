@@ -29,6 +29,7 @@ const ALLOWED: [(&str, &[&str]); 10] = [
         "policy",
         &[
             "charge",
+            "client_ip",
             "clock",
             "decision",
             "enum_names",

@@ -13,11 +13,12 @@ use tidegate::{
     PathRules, Policy, PolicyPart, Quota, QuotaError, ShowKeys, UnknownName,
 };
 
-use super::schema::{add_policy_rules, conditions, key_attributes, texts};
+use super::limits::RawLimits;
+use super::schema::{add_policy_rules, conditions, exemptions, key_attributes, texts};
 use crate::yaml::{Bounded, ConfigError, Document, Flag, duration, whole};
 
 /// A limit, a burst or a cost.
-type Units = Bounded<1, { Quota::MAX_LIMIT }>;
+pub(super) type Units = Bounded<1, { Quota::MAX_LIMIT }>;
 
 /// Decisions of a policy while the store is unavailable.
 const POLICY_FAILURES: [OnStoreFailure; 3] =
@@ -33,10 +34,16 @@ pub struct RawPolicy {
     pub(crate) name: Spanned<String>,
     /// Attributes that must match: ip, method, path, host, header.NAME, query.NAME, cookie.NAME,
     /// domain, descriptor.KEY, or one declared in `attributes`. Each has a pattern or a list of
-    /// patterns; `*` matches anything except a slash, `**` matches anything.
+    /// patterns; `*` matches anything except a slash, `**` matches anything. A pattern of ip may be
+    /// a network.
     #[serde(default, rename = "match")]
     #[schemars(schema_with = "conditions")]
     matches: Conditions,
+    /// Exceptions, each written like `match`: the policy does not apply to a request that matches
+    /// one of them wholly.
+    #[serde(default)]
+    #[schemars(schema_with = "exemptions")]
+    unless: Vec<Spanned<Conditions>>,
     /// Attributes whose values are counted separately, named as in `match`. Without a key, all
     /// requests are counted together.
     #[serde(default, deserialize_with = "present")]
@@ -56,8 +63,11 @@ pub struct RawPolicy {
     #[schemars(with = "Option<Flag>")]
     count_denied: Option<Spanned<Flag>>,
     /// Units per window.
+    #[serde(default, deserialize_with = "present")]
     #[schemars(with = "Units")]
-    limit: Spanned<Units>,
+    limit: Option<Spanned<Units>>,
+    /// Instead of `limit`: units per window by the value of an attribute, such as a plan.
+    limits: Option<RawLimits>,
     /// Duration such as 500ms, 60s, 5m, 1h, 30d.
     #[schemars(with = "String", pattern(duration::PATTERN))]
     window: Spanned<String>,
@@ -82,6 +92,14 @@ pub struct RawPolicy {
     overrides: Vec<Override>,
 }
 
+/// How the policies of a document are read.
+#[derive(Debug)]
+pub(crate) struct PolicyRules<'a> {
+    pub(crate) attributes: &'a AttributeNames,
+    pub(crate) paths: PathRules,
+    pub(crate) ipv6_prefix: u8,
+}
+
 impl RawPolicy {
     /// Returns the name of the policy and the line that has it.
     #[must_use]
@@ -93,8 +111,7 @@ impl RawPolicy {
     pub(crate) fn validate(
         self,
         document: &Document<'_>,
-        attributes: &AttributeNames,
-        path_rules: PathRules,
+        rules: &PolicyRules<'_>,
     ) -> Result<Policy, ConfigError> {
         let raw = self;
         let algorithm = match &raw.algorithm {
@@ -102,20 +119,40 @@ impl RawPolicy {
             None => Algorithm::SlidingLog,
         };
         let name = &raw.name;
-        let quota = raw.quota(document, algorithm, &raw.limit, &raw.window, raw.burst.as_ref())?;
-        let mut max_cost = quota.burst();
-        let mut policy = Policy::builder(&name.value, quota)
-            .attribute_names(attributes.clone())
-            .path_rules(path_rules);
-        let mut matched = BTreeSet::new();
-        for (written, patterns) in &raw.matches.0 {
-            let attribute = attribute_name(document, attributes, "match", written)?;
-            if !matched.insert(attribute.clone()) {
-                let twice =
-                    format!("{attribute} is there twice: header names are case-insensitive");
-                return Err(document.error_at(patterns, &twice));
+        let quota = |limit| raw.quota(document, algorithm, limit, &raw.window, raw.burst.as_ref());
+        let limit = match (&raw.limit, &raw.limits) {
+            (Some(limit), None) => limit,
+            (None, Some(limits)) => &limits.other,
+            (None, None) => {
+                let missing = "missing field `limit`, or `limits` by the value of an attribute";
+                return Err(document.error_at(name, missing));
             }
-            policy = policy.matches(attribute, patterns.value.texts());
+            (Some(limit), Some(_)) => {
+                let both = "a policy has `limit` or `limits`: move this one to `limits.other`";
+                return Err(document.error_at(limit, both));
+            }
+        };
+        let mut quotas = vec![quota(limit)?];
+        let mut policy = Policy::builder(&name.value, quotas[0].clone())
+            .attribute_names(rules.attributes.clone())
+            .path_rules(rules.paths)
+            .ipv6_prefix(rules.ipv6_prefix);
+        let attributes = rules.attributes;
+        for (attribute, patterns) in raw.matches.named(document, attributes, "match")? {
+            policy = policy.matches(attribute, patterns);
+        }
+        for entry in &raw.unless {
+            policy = policy.unless(entry.value.named(document, attributes, "unless")?);
+        }
+        if let Some(limits) = &raw.limits {
+            let attribute =
+                attribute_name(document, attributes, "limits.attribute", &limits.attribute)?;
+            let mut values = Vec::with_capacity(limits.values.len());
+            for (value, limit) in &limits.values {
+                values.push((&value.value, quota(limit)?));
+            }
+            quotas.extend(values.iter().map(|(_, quota)| quota.clone()));
+            policy = policy.limits(attribute, values);
         }
         if let Some(key) = &raw.key {
             let names = key.value.names(key).into_iter();
@@ -139,10 +176,11 @@ impl RawPolicy {
             let window = entry.window.as_ref().unwrap_or(&raw.window);
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
             let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
-            max_cost = max_cost.max(quota.burst());
-            policy = policy.override_for(entry.key.value.texts(), quota);
+            policy = policy.override_for(entry.key.value.texts(), quota.clone());
+            quotas.push(quota);
         }
         if let Some(cost) = &raw.cost {
+            let max_cost = quotas.iter().map(Quota::burst).max().unwrap_or(1);
             policy = policy.cost(cost.value.to_cost(document, attributes, max_cost)?);
         }
         policy.build_parts().map_err(|(part, error)| {
@@ -151,9 +189,14 @@ impl RawPolicy {
                 (PolicyPart::Match(index), ..) => {
                     document.error_at(&raw.matches.0[index].1, &message)
                 }
+                (PolicyPart::Unless(index), ..) => document.error_at(&raw.unless[index], &message),
                 (PolicyPart::Override(index), ..) => {
                     document.error_at(&raw.overrides[index].key, &message)
                 }
+                (PolicyPart::Limits, ..) => match &raw.limits {
+                    Some(limits) => document.error_at(&limits.attribute, &message),
+                    None => document.error_at(name, &message),
+                },
                 (PolicyPart::Key, Some(key), _) => document.error_at(key, &message),
                 (PolicyPart::Cost, _, Some(cost)) => document.error_at(cost, &message),
                 _ => document.error_at(name, &message),
@@ -199,6 +242,29 @@ impl RawPolicy {
     }
 }
 
+impl Conditions {
+    /// Returns the attributes, by their normalized names, and their patterns.
+    fn named(
+        &self,
+        document: &Document<'_>,
+        attributes: &AttributeNames,
+        field: &str,
+    ) -> Result<Vec<(String, &[String])>, ConfigError> {
+        let mut matched = BTreeSet::new();
+        let mut named = Vec::with_capacity(self.0.len());
+        for (written, patterns) in &self.0 {
+            let attribute = attribute_name(document, attributes, field, written)?;
+            if !matched.insert(attribute.clone()) {
+                let twice =
+                    format!("{attribute} is there twice: header names are case-insensitive");
+                return Err(document.error_at(patterns, &twice));
+            }
+            named.push((attribute, patterns.value.texts()));
+        }
+        Ok(named)
+    }
+}
+
 /// Returns the normalized name: header names are case-insensitive, and requests have them in lower
 /// case.
 fn attribute_name(
@@ -214,10 +280,10 @@ fn attribute_name(
     Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
 }
 
-/// Makes a key without a value an error, because it would count all requests together.
-fn present<'de, D: Deserializer<'de>>(
+/// Makes a field without a value an error: such a key would count all requests together.
+fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     deserializer: D,
-) -> Result<Option<Spanned<KeyNames>>, D::Error> {
+) -> Result<Option<Spanned<T>>, D::Error> {
     Spanned::deserialize(deserializer).map(Some)
 }
 

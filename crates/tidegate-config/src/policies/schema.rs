@@ -38,6 +38,13 @@ pub(crate) fn conditions(generator: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "object", "properties": built_in, "additionalProperties": texts})
 }
 
+/// Returns the schema of the exceptions of a policy.
+pub(crate) fn exemptions(generator: &mut SchemaGenerator) -> Schema {
+    let mut entry = conditions(generator);
+    entry.insert("minProperties".to_owned(), json!(1));
+    json_schema!({"type": "array", "items": entry})
+}
+
 /// Adds the rules between the algorithm of a policy and its other fields.
 pub(crate) fn add_policy_rules(schema: &mut Schema) {
     // The limits of the policy and of its overrides.
@@ -45,6 +52,10 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
         let overrides = json!({"items": {"properties": limits}});
         let mut fields = limits.as_object().cloned().unwrap_or_default();
         fields.insert("overrides".to_owned(), overrides);
+        if let Some(limit) = limits.get("limit") {
+            let by_value = json!({"additionalProperties": limit, "properties": {"other": limit}});
+            fields.insert("limits".to_owned(), by_value);
+        }
         fields
     };
     let absent = || json!({"type": "null"});
@@ -88,6 +99,11 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
                 "required": ["overrides"]
             },
             "then": {"properties": {"key": {"minItems": 1}}, "required": ["key"]}
+        },
+        {
+            "if": {"required": ["limit"]},
+            "then": {"properties": {"limit": {"type": "integer"}, "limits": absent()}},
+            "else": {"properties": {"limits": {"type": "object"}}, "required": ["limits"]}
         }
     ]);
     schema.insert("allOf".to_owned(), rules);

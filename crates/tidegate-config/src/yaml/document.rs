@@ -47,7 +47,7 @@ const MAX_LINE: usize = 120;
 /// let document = Document::new("server.yaml", text);
 /// let settings: Settings = document.parse()?;
 /// let (attributes, paths) = (&settings.attributes, &settings.paths);
-/// let policies = policies::from_raw(&document, attributes, paths, settings.policies)?;
+/// let policies = policies::from_raw(&document, attributes, paths, 64, settings.policies)?;
 /// assert_eq!(settings.listen, "127.0.0.1:8080");
 /// assert!(policies.get("per-user").is_some());
 /// # Ok::<(), tidegate_config::ConfigError>(())

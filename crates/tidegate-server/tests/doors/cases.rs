@@ -58,6 +58,11 @@ impl Case {
         Self { key: None, values: Vec::new(), outcomes: [Allowed, Allowed], ..self }
     }
 
+    /// The policy does not apply.
+    fn exempt(self) -> Self {
+        Self { key: None, outcomes: [Allowed, Allowed], ..self }
+    }
+
     fn error(self, value: &str) -> Self {
         Self { key: None, outcomes: [Error, Error], ..self.value(value) }
     }
@@ -74,7 +79,8 @@ impl Case {
             let _ = writeln!(yaml, "    key: [{key}]");
         }
         let fields = self.policy_fields.replace("COST", cost_attribute);
-        if !fields.contains("limit:") || fields.starts_with("overrides") {
+        let has_limit = fields.contains("limit:") && !fields.starts_with("overrides");
+        if !has_limit && !fields.contains("limits:") {
             yaml.push_str("    limit: 1\n");
         }
         let _ = writeln!(yaml, "    window: 1d");
@@ -128,6 +134,35 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.extend(queries());
     cases.extend(paths_hosts_and_addresses());
     cases.extend(policies());
+    for (number, case) in cases.iter_mut().enumerate() {
+        case.number = number;
+    }
+    cases
+}
+
+/// Cases that need the address of the client, which Envoy does not send as `ip`.
+pub(crate) fn networks() -> Vec<Case> {
+    const OVERRIDES: &str =
+        "overrides: [{key: 10.0.0.0/8, limit: 2}, {key: 10.9.0.0/16, limit: 1}]";
+    let by_ip = |name, address: &'static str, key| {
+        case(name, &["ip"], key).header("X-Forwarded-For", address).value(address)
+    };
+    let two = [Allowed, Allowed];
+    let mut cases = vec![
+        by_ip("address in a network", "10.1.2.3", "10.1.2.3").fields(OVERRIDES).outcomes(two),
+        by_ip("address in a longer network", "10.9.2.3", "10.9.2.3").fields(OVERRIDES),
+        by_ip("address beside a network", "11.1.2.3", "11.1.2.3").fields(OVERRIDES),
+        by_ip("mapped address", "::ffff:10.1.2.3", "10.1.2.3").fields(OVERRIDES).outcomes(two),
+        by_ip("group in a network", "2001:db8:1:2::7", "2001:db8:1:2::/64")
+            .fields("overrides: [{key: '2001:db8::/32', limit: 2}]")
+            .outcomes(two),
+        by_ip("exempt network", "10.1.2.3", "").fields("unless: [{ip: 10.0.0.0/8}]").exempt(),
+        by_ip("exempt group", "fd00::1", "").fields("unless: [{ip: 'fd00::/8'}]").exempt(),
+        by_ip("all of IPv4", "192.0.2.1", "").fields("unless: [{ip: 0.0.0.0/0}]").exempt(),
+        by_ip("not exempt", "11.1.2.3", "11.1.2.3").fields("unless: [{ip: 10.0.0.0/8}]"),
+        by_ip("entry that matches in part", "10.1.2.3", "10.1.2.3")
+            .fields("unless: [{ip: 10.0.0.0/8, method: POST}]"),
+    ];
     for (number, case) in cases.iter_mut().enumerate() {
         case.number = number;
     }
@@ -246,6 +281,20 @@ fn policies() -> Vec<Case> {
             .outcomes([Allowed, Allowed]),
         by_header("key beside an override", "ann", "ann")
             .fields("overrides: [{key: acme, limit: 2}]"),
+        by_header("plan with a limit", "ann", "ann")
+            .cost("pro")
+            .fields("limits: {attribute: COST, pro: 2, other: 1}")
+            .outcomes([Allowed, Allowed]),
+        by_header("plan without a limit", "ann", "ann")
+            .cost("basic")
+            .fields("limits: {attribute: COST, pro: 2, other: 1}"),
+        by_header("missing plan", "ann", "ann")
+            .fields("limits: {attribute: COST, pro: 2, other: 1}"),
+        by_header("exempt", "ann", "")
+            .cost("internal")
+            .fields("unless: [{COST: nobody}, {COST: 'int*'}]")
+            .exempt(),
+        by_header("not exempt", "ann", "ann").cost("x-internal").fields("unless: [{COST: 'int*'}]"),
         by_header("shadow mode", "ann", "ann").fields("mode: shadow").outcomes([Allowed, Allowed]),
         case("missing key that is denied", &["header.x-user"], "")
             .missing()

@@ -107,6 +107,7 @@ pub(crate) fn read_admin(service: &Service) -> (BTreeSet<(String, String)>, BTre
     let counters = metrics.lines().filter(|line| {
         line.starts_with("tidegate_decisions_total")
             || line.starts_with("tidegate_missing_key_total")
+            || line.starts_with("tidegate_limits_other_total")
     });
     let counters = counters.filter(|line| !line.contains("(quota)")).filter_map(|line| {
         let (name, count) = line.rsplit_once(' ')?;

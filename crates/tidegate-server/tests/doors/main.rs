@@ -37,6 +37,17 @@ async fn all_front_doors_make_the_same_decisions() {
     compare("Envoy", &expected, &record(envoy::EnvoyDoor::start(&cases).await, &cases).await);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn doors_that_know_the_address_agree_on_networks() {
+    let cases = cases::networks();
+    let expected = record(http::Gateway::start(&cases).await, &cases).await;
+    assert_eq!(expected.keys, expected_keys(&cases), "the keys of the table");
+    assert_eq!(expected.allowed(), expected_outcomes(&cases), "the decisions of the table");
+    let forward_auth = http::ForwardAuth::start(&cases).await;
+    compare("forward-auth", &expected, &record(forward_auth, &cases).await);
+    compare("HTTP API", &expected, &record(http::Api::start(&cases).await, &cases).await);
+}
+
 /// Sends every case through a door.
 async fn record(mut door: impl Door, cases: &[Case]) -> Record {
     let mut answers = Vec::new();

@@ -36,6 +36,13 @@ struct Recorded {
     metrics: BTreeMap<String, u64>,
 }
 
+impl Recorder {
+    fn count(&self, metric: &str, policy: &Policy) {
+        let name = format!("{metric}{{policy=\"{}\"}}", policy.name());
+        *self.0.lock().expect("no panic").metrics.entry(name).or_default() += 1;
+    }
+}
+
 impl Observer for Recorder {
     fn decided(&self, _: Action, decisions: &PolicyDecisions<'_>, _: Timestamp) {
         let mut recorded = self.0.lock().expect("no panic");
@@ -56,8 +63,11 @@ impl Observer for Recorder {
     }
 
     fn key_missing(&self, policy: &Policy) {
-        let name = format!("tidegate_missing_key_total{{policy=\"{}\"}}", policy.name());
-        *self.0.lock().expect("no panic").metrics.entry(name).or_default() += 1;
+        self.count("tidegate_missing_key_total", policy);
+    }
+
+    fn other_limit(&self, policy: &Policy) {
+        self.count("tidegate_limits_other_total", policy);
     }
 }
 

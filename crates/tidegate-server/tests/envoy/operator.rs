@@ -89,7 +89,7 @@ descriptors:
         json!({
             "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
             "burst": limit, "key": key, "mode": mode, "on_store_failure": "local",
-            "show_keys": "plain", "overrides": [], "override_count": 0, "match": {}, "cost": 1,
+            "show_keys": "plain", "overrides": [], "override_count": 0, "match": {}, "unless": [], "cost": 1,
             "missing_key": "skip", "count_denied": false, "encoding": null,
         })
     };

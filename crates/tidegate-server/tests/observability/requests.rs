@@ -186,3 +186,76 @@ fn status_has_the_version_the_store_and_the_file() {
     assert_eq!(reload["config_file"], json!(service.file()));
     assert_eq!(status["upstreams"], Value::Null);
 }
+
+const EXCEPTIONS: &str = "
+policies:
+  - {name: per-ip, key: ip, limit: 1, window: 1h, overrides: [{key: 10.0.0.0/8, limit: 3}],
+     unless: [{ip: [10.9.0.0/16, 'fd00::/8']}, {path: /healthz, method: GET}]}
+  - {name: per-plan, key: header.x-user-id, window: 1h,
+     limits: {attribute: header.x-plan, free: 2, 5: 5, other: 1}}
+";
+
+#[test]
+fn networks_exceptions_and_plans_are_listed_and_explained() {
+    let service = Service::start(EXCEPTIONS);
+    let policies = service.admin("/v1/policies").json();
+    let (per_ip, per_plan) = (&policies[0], &policies[1]);
+    assert_eq!(
+        per_ip["unless"],
+        json!([{"ip": ["10.9.0.0/16", "fd00::/8"]}, {"path": ["/healthz"], "method": ["GET"]}])
+    );
+    assert_eq!(per_ip["overrides"][0]["key"], json!("10.0.0.0/8"));
+    let values = json!({"attribute": "header.x-plan", "values": {"5": 5, "free": 2}});
+    assert_eq!((&per_plan["limits"], &per_plan["limit"]), (&values, &json!(1)));
+    let reasons = |of: &[(&str, &str)]| -> Vec<Value> {
+        let body = service.post("/v1/peek?explain", &attributes(of).to_string()).json();
+        let policies = body["policies"].as_array().unwrap_or_else(|| panic!("{body}"));
+        let applies = policies.iter().map(|it| json!([it["policy"], it["applies"]]));
+        assert_eq!(applies.filter(|it| it[0] == "per-ip").count(), 1);
+        policies.iter().map(|it| it["reason"].clone()).collect()
+    };
+    assert_eq!(
+        reasons(&[("ip", "10.9.1.2"), ("header.x-user-id", "ann"), ("header.x-plan", "free")]),
+        [
+            json!("unless: entry 1 (ip) matches"),
+            json!("it matches; limits: header.x-plan is \"free\"; the limit is 2")
+        ]
+    );
+    assert_eq!(
+        reasons(&[("ip", "10.1.1.2"), ("path", "/healthz")]),
+        [
+            json!("it matches; an override applies; the limit is 3"),
+            json!("key: the request has no header.x-user-id")
+        ]
+    );
+    let named = service.post("/v1/peek?explain", r#"{"policy": "per-ip", "key": "10.1.1.2"}"#);
+    assert_eq!(named.json().get("policies"), None, "no attributes, nothing to explain");
+}
+
+#[test]
+fn key_of_a_policy_with_plans_is_looked_up_for_each_plan() {
+    let service = Service::start(EXCEPTIONS);
+    let request = [("ip", "10.9.1.2"), ("header.x-user-id", "ann"), ("header.x-plan", "5")];
+    let statuses: Vec<u16> = (0..3).map(|_| acquire(&service, &request)).collect();
+    assert_eq!(statuses, [200, 200, 200]);
+    let looked_up = service.admin("/v1/lookup?key=ann&policy=per-plan").json();
+    assert_eq!(looked_up["denied"], Value::Null, "it depends on the plan: {looked_up}");
+    let results = looked_up["results"].as_array().expect("a list");
+    let mut brief: Vec<Value> =
+        results.iter().map(|it| json!([it["value"], it["limit"], it["allowed"]])).collect();
+    brief.sort_by_key(ToString::to_string);
+    assert_eq!(
+        brief,
+        [json!(["5", 5, true]), json!(["free", 2, false]), json!(["other", 1, false])]
+    );
+    let other = r#"tidegate_limits_other_total{policy="per-plan"} "#;
+    assert!(metric(&service, other) < 0.1, "a lookup is no request");
+    acquire(&service, &[("header.x-user-id", "bob"), ("header.x-plan", "gold")]);
+    service.acquire(&json!({"policy": "per-plan", "key": "eve"}));
+    assert!((metric(&service, other) - 2.0).abs() < 0.1);
+    for _ in 0..2 {
+        acquire(&service, &request);
+    }
+    let looked_up = service.admin("/v1/lookup?key=ann&policy=per-plan").json();
+    assert_eq!(looked_up["denied"], json!(true), "in every plan: {looked_up}");
+}

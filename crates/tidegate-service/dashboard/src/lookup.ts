@@ -127,6 +127,9 @@ export class Lookup {
     if (result.limit !== undefined && result.window_ms !== undefined) {
       const quota = `${format.count(result.limit)} per ${format.windowText(result.window_ms)}`;
       name.append(el('div', {class: 'detail'}, quota, result.override ? ' (override)' : ''));
+      if (result.value !== undefined) {
+        name.append(el('div', {class: 'detail'}, 'if the value is ', foreign(result.value, 40)));
+      }
     }
     const button = el('button', {
       type: 'button',

@@ -4,7 +4,7 @@ import {errorText, getJson} from './api.js';
 import {byId, Cards, el, foreign, Rows, setText} from './dom.js';
 import {policyRates} from './figures.js';
 import * as format from './format.js';
-import type {Override, Policy, PolicyRates, Sample} from './types.js';
+import type {Conditions, Override, Policy, PolicyRates, Sample} from './types.js';
 
 const MAX_ROWS = 200;
 const MAX_OVERRIDES = 100;
@@ -165,6 +165,14 @@ function quoted(text: string): string {
   return /^[\w./:@%+-]+$/.test(shown) ? shown : `'${shown.replaceAll("'", `'\\''`)}'`;
 }
 
+/** Limits by the value of an attribute. */
+function limitLines({limits}: Policy): HTMLElement[] {
+  if (!limits) return [];
+  const lines = Object.entries(limits.values).slice(0, 20).map(([value, limit]) =>
+    el('div', {class: 'detail'}, foreign(value, 40), `: ${format.count(limit)}`));
+  return [el('div', {class: 'detail'}, `by ${format.visible(limits.attribute)}:`), ...lines];
+}
+
 function limitCell(policy: Policy): HTMLElement {
   const details = [policy.algorithm];
   if (policy.algorithm.endsWith('bucket') && policy.burst !== policy.limit) {
@@ -177,19 +185,29 @@ function limitCell(policy: Policy): HTMLElement {
   }
   return el('div', {},
     `${format.count(policy.limit)} per ${format.windowText(policy.window_ms)}`,
+    ...limitLines(policy),
     el('div', {class: 'detail'}, details.join(', ')),
     el('div', {class: 'detail'}, `without the store: ${policy.on_store_failure}`));
 }
 
-function matchCell({match}: Policy): HTMLElement {
-  const conditions = Object.entries(match ?? {}).filter(([, values]) => values.length > 0);
-  if (conditions.length === 0) return el('div', {class: 'muted'}, 'all requests');
-  return el('div', {}, ...conditions.slice(0, 20).map(([name, values]) => {
+function matchCell({match, unless}: Policy): HTMLElement {
+  const conditions = conditionLines(match ?? {});
+  const cell = conditions.length === 0
+    ? el('div', {}, el('div', {class: 'muted'}, 'all requests')) : el('div', {}, ...conditions);
+  for (const entry of (unless ?? []).slice(0, 20)) {
+    cell.append(el('div', {class: 'detail'}, 'unless'), ...conditionLines(entry));
+  }
+  return cell;
+}
+
+function conditionLines(conditions: Conditions): HTMLElement[] {
+  const entries = Object.entries(conditions).filter(([, values]) => values.length > 0);
+  return entries.slice(0, 20).map(([name, values]) => {
     const all = Array.isArray(values) ? values : [values];
     const rest = all.length > 5 ? ` and ${all.length - 5} more` : '';
     return el('div', {}, el('span', {class: 'detail'}, `${format.visible(name)} `),
       foreign(all.slice(0, 5).join(', '), 80), rest);
-  }));
+  });
 }
 
 function keyCell({key, missing_key: missing, show_keys: shown}: Policy): HTMLElement {

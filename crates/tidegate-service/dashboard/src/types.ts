@@ -128,6 +128,8 @@ export interface CostByAttribute {
   max?: number | null;
 }
 
+export type Conditions = Record<string, string | string[]>;
+
 export interface Policy {
   name: string;
   rule?: string;
@@ -139,7 +141,9 @@ export interface Policy {
   mode: string;
   on_store_failure: string;
   show_keys: string;
-  match?: Record<string, string | string[]> | null;
+  match?: Conditions | null;
+  unless?: Conditions[] | null;
+  limits?: {attribute: string; values: Record<string, number>} | null;
   missing_key?: string | null;
   cost?: number | CostByAttribute | null;
   overrides?: Override[] | number;
@@ -158,6 +162,8 @@ export interface LookupResult {
   burst?: number;
   window_ms?: number;
   override?: boolean;
+  /** Value of the attribute in `limits` that has this limit. */
+  value?: string;
   allowed?: boolean;
   /** Units that it was decided by: the burst, or the share of an instance during an outage. */
   capacity?: number;

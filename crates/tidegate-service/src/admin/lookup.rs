@@ -1,5 +1,6 @@
 //! `GET /v1/lookup`: the state of one key in every policy, without a charge.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -52,7 +53,7 @@ struct LookupBody {
     /// Whether units of this key are in use in any policy.
     found: bool,
     /// Whether an enforced policy denies the key; null if none is known to, but not all could be
-    /// asked.
+    /// asked, or it depends on the value of an attribute.
     denied: Option<bool>,
     /// Policies that deny the key first, then those that it uses.
     results: Vec<ResultBody>,
@@ -73,6 +74,10 @@ struct ResultBody {
     window_ms: u64,
     #[serde(rename = "override")]
     is_override: bool,
+    /// Value of the attribute in the policy's `limits` that has this limit, or `other`. The key
+    /// alone does not tell which one its requests have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    value: Option<String>,
     #[serde(flatten)]
     state: Option<StateBody>,
     /// Why the key could not be looked up here.
@@ -110,6 +115,7 @@ struct LookupTarget<'a> {
     quota: &'a Quota,
     mode: &'static str,
     is_override: bool,
+    value: Option<&'a str>,
     /// Whether the key counts all requests together.
     is_shared: bool,
     /// Whether the count is left out of the response unless it is in use.
@@ -147,8 +153,18 @@ pub(super) async fn handle(
     let found = results.iter().any(|(in_use, _)| *in_use);
     let shown = results.into_iter().filter_map(|(in_use, result)| Some((in_use, result?)));
     let mut shown: Vec<(bool, ResultBody)> = shown.collect();
-    let is_known = is_complete && shown.iter().all(|(_, result)| result.error.is_none());
-    let is_denied = shown.iter().any(|(_, result)| result.is_denied() && !result.is_shadow());
+    // The results of each policy with limits by value: is one allowed?
+    let mut allows = HashMap::new();
+    for (_, result) in shown.iter().filter(|(_, result)| result.value.is_some()) {
+        *allows.entry(result.policy.clone()).or_insert(false) |= !result.is_denied();
+    }
+    let depends =
+        |result: &ResultBody| result.is_denied() && allows.get(&result.policy) == Some(&true);
+    let is_known =
+        is_complete && shown.iter().all(|(_, result)| result.error.is_none() && !depends(result));
+    let is_denied = shown
+        .iter()
+        .any(|(_, result)| result.is_denied() && !result.is_shadow() && !depends(result));
     let denied = (is_denied || is_known).then_some(is_denied);
     shown.sort_by_key(|(in_use, result)| {
         (!result.is_denied(), result.is_shadow(), result.error.is_none(), !in_use)
@@ -194,14 +210,27 @@ fn of_policy<'a>(
     key: &str,
 ) -> Vec<LookupTarget<'a>> {
     let attributes: Vec<&str> = policy.key().iter().map(KeySource::as_str).collect();
-    let target = |key: String, is_shared, only_in_use| LookupTarget {
-        policy: policy.name(),
-        quota: policy.quota_for(&key),
-        is_override: policy.overrides().any(|(overridden, _)| overridden == key),
-        key,
-        mode: policy.mode().as_str(),
-        is_shared,
-        only_in_use,
+    let targets = |key: String, is_shared, only_in_use| {
+        let is_override = policy.override_of(&key).is_some();
+        let by_value = policy.limits().filter(|_| !is_override).map(|(_, quotas)| {
+            let mut values: Vec<_> =
+                quotas.iter().map(|(value, it)| (value.as_str(), it)).collect();
+            values.sort_unstable_by_key(|(value, _)| *value);
+            values.push(("other", policy.quota()));
+            values.into_iter().map(|(value, quota)| (Some(value), quota)).collect()
+        });
+        let quotas = by_value.unwrap_or_else(|| vec![(None, policy.quota_for(&key))]);
+        let target = move |(value, quota)| LookupTarget {
+            policy: policy.name(),
+            quota,
+            is_override,
+            value,
+            key: key.clone(),
+            mode: policy.mode().as_str(),
+            is_shared,
+            only_in_use,
+        };
+        quotas.into_iter().map(target)
     };
     let named = match attributes.as_slice() {
         _ if is_hash_of(key, policy.show_keys()) => listed_key(state, active, policy.name(), key),
@@ -212,9 +241,9 @@ fn of_policy<'a>(
         _ => Some(key.to_owned()),
     };
     let has_key = !attributes.is_empty();
-    let shared = (!has_key).then(|| target(ALL.to_owned(), true, false));
-    let named = named.filter(|key| has_key || key != ALL).map(|key| target(key, false, !has_key));
-    shared.into_iter().chain(named).collect()
+    let shared = (!has_key).then(|| targets(ALL.to_owned(), true, false));
+    let named = named.filter(|key| has_key || key != ALL).map(|key| targets(key, false, !has_key));
+    shared.into_iter().flatten().chain(named.into_iter().flatten()).collect()
 }
 
 /// Returns the count of a key under a rule of Envoy: of the counter that has this descriptor, or
@@ -248,6 +277,7 @@ fn of_rule<'a>(
         quota,
         mode: mode.as_str(),
         is_override: false,
+        value: None,
         is_shared: false,
         only_in_use: false,
     })
@@ -276,6 +306,7 @@ impl LookupTarget<'_> {
             burst: self.quota.burst(),
             window_ms: millis(self.quota.window()),
             is_override: self.is_override,
+            value: self.value.map(str::to_owned),
             state: None,
             error: None,
         };
@@ -297,7 +328,7 @@ impl LookupTarget<'_> {
     }
 
     async fn decision(&self, active: &ActiveConfig) -> Result<Decision, QueryError> {
-        if active.policies().get(self.policy).is_some() {
+        if self.value.is_none() && active.policies().get(self.policy).is_some() {
             let query = Query::policy(self.policy, &self.key).with_cost(1);
             let decisions = active.limiter.decide(Action::Peek, query).await?;
             let decision = decisions.iter().next().map(PolicyDecision::decision);

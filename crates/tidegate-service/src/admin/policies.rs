@@ -1,5 +1,6 @@
 //! `GET /v1/policies`: the policies and Envoy's rules that are in use.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use axum::Json;
@@ -15,6 +16,8 @@ use tidegate_config::envoy::{Limit, Rule, RuleMode};
 
 /// Maximum number of overrides that are listed per policy.
 const MAX_OVERRIDES: usize = 100;
+/// Maximum number of patterns that are listed per attribute.
+const MAX_PATTERNS: usize = 100;
 
 /// Policies and rules of Envoy that are in use
 #[utoipa::path(
@@ -39,7 +42,10 @@ struct PolicyBody<'a> {
     /// Patterns by attribute. All attributes must match, each by any of its patterns.
     #[serde(rename = "match")]
     #[schema(value_type = BTreeMap<String, Vec<String>>)]
-    matches: BTreeMap<&'a str, &'a [String]>,
+    matches: Patterns<'a>,
+    /// Exceptions like `match`. The policy does not apply if one of them matches wholly.
+    #[schema(value_type = Vec<BTreeMap<String, Vec<String>>>)]
+    unless: Vec<Patterns<'a>>,
     key: Vec<&'a str>,
     missing_key: &'static str,
     #[serde(flatten)]
@@ -50,12 +56,35 @@ struct PolicyBody<'a> {
     show_keys: &'static str,
     overrides: Vec<OverrideBody>,
     override_count: usize,
+    /// Limits by the value of an attribute; `limit` is that of all others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limits: Option<LimitsBody<'a>>,
     /// Whether a request has matched it since the start. Rules have no such field.
     #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<bool>,
     /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
     #[serde(skip_serializing_if = "Option::is_none")]
     rule: Option<&'a str>,
+}
+
+/// Patterns by attribute, as they were written. A long list ends with the number of the others.
+type Patterns<'a> = BTreeMap<&'a str, Vec<Cow<'a, str>>>;
+
+fn patterns<'a>(conditions: impl Iterator<Item = (&'a str, &'a [String])>) -> Patterns<'a> {
+    let shown = |(attribute, texts): (&'a str, &'a [String])| {
+        let others = texts.len().saturating_sub(MAX_PATTERNS);
+        let rest = (others > 0).then(|| Cow::Owned(format!("… and {others} more")));
+        let texts = texts.iter().take(MAX_PATTERNS).map(|text| Cow::Borrowed(text.as_str()));
+        (attribute, texts.chain(rest).collect())
+    };
+    conditions.map(shown).collect()
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+#[schema(as = PolicyLimits)]
+struct LimitsBody<'a> {
+    attribute: &'a str,
+    values: BTreeMap<&'a str, u64>,
 }
 
 #[derive(Serialize, utoipa::ToSchema)]
@@ -91,13 +120,19 @@ impl<'a> PolicyBody<'a> {
         let mut overrides: Vec<(&str, &Quota)> = policy.overrides().collect();
         overrides.sort_unstable_by_key(|(key, _)| *key);
         overrides.truncate(MAX_OVERRIDES);
+        let override_count = policy.overrides().count();
+        let limits = policy.limits().map(|(attribute, quotas)| {
+            let values = quotas.iter().map(|(value, quota)| (value.as_str(), quota.limit()));
+            LimitsBody { attribute, values: values.collect() }
+        });
         let shown = |(key, quota): (&str, &Quota)| OverrideBody {
             key: active.shown_key(policy.name(), key.to_owned()),
             quota: QuotaBody::new(quota),
         };
         Self {
             name: policy.name(),
-            matches: policy.conditions().collect(),
+            matches: patterns(policy.conditions()),
+            unless: policy.unless().map(patterns).collect(),
             key: policy.key().iter().map(KeySource::as_str).collect(),
             missing_key: policy.missing_key().as_str(),
             quota: QuotaBody::new(policy.quota()),
@@ -111,7 +146,8 @@ impl<'a> PolicyBody<'a> {
             on_store_failure: policy.on_store_failure().as_str(),
             show_keys: policy.show_keys().as_str(),
             overrides: overrides.into_iter().map(shown).collect(),
-            override_count: policy.override_count(),
+            override_count,
+            limits,
             matched: Some(metrics.has_matched(policy.name())),
             rule: None,
         }
@@ -135,6 +171,7 @@ impl<'a> PolicyBody<'a> {
         Some(Self {
             name: &rule.path,
             matches: BTreeMap::new(),
+            unless: Vec::new(),
             key: rule.keys.iter().map(String::as_str).collect(),
             missing_key: "skip",
             quota,
@@ -144,6 +181,7 @@ impl<'a> PolicyBody<'a> {
             show_keys: rule.show_keys().as_str(),
             overrides: Vec::new(),
             override_count: 0,
+            limits: None,
             matched: None,
             rule: rule.name.as_deref(),
         })

@@ -251,11 +251,11 @@ fn by_policies<'a>(
         .map_err(|error| error.to_string())?;
     let counted = selection.charges.first().and_then(|charge| {
         let policy = active.limiter.policies().get(charge.policy())?;
-        Some((policy, policy.quota_for(charge.key()?)))
+        Some((policy, charge.quota()?.clone()))
     });
     let rejections = selection.rejected_by.into_iter().chain(selection.shadow_rejections);
     let rejections: Vec<&Policy> = rejections.collect();
-    let uncounted = || rejections.first().map(|policy| (*policy, policy.quota()));
+    let uncounted = || rejections.first().map(|policy| (*policy, policy.quota().clone()));
     let Some((policy, quota)) = counted.or_else(uncounted) else {
         return Ok(DescriptorPlan::NoLimit);
     };

@@ -1,6 +1,9 @@
 //! [`PolicyBuilder`]: collects the parts of a policy in any order and validates them at the end.
 
-use super::{AttributeNames, Cost, MissingKey, Mode, PathRules, Policy, PolicyError, ShowKeys};
+use super::{
+    AttributeNames, Cost, DEFAULT_IPV6_PREFIX, MissingKey, Mode, PathRules, Policy, PolicyError,
+    ShowKeys,
+};
 use crate::charge::OnStoreFailure;
 use crate::quota::Quota;
 
@@ -35,8 +38,11 @@ pub struct PolicyBuilder {
     attributes: AttributeNames,
     declared: Vec<String>,
     path_rules: PathRules,
+    ipv6_prefix: u8,
     matches: Vec<(String, Vec<String>)>,
+    unless: Vec<Vec<(String, Vec<String>)>>,
     key: Vec<String>,
+    limits: Option<(String, Vec<(String, Quota)>)>,
     overrides: Vec<(Vec<String>, Quota)>,
     cost: Cost,
     missing_key: MissingKey,
@@ -54,10 +60,14 @@ pub enum PolicyPart {
     Attributes,
     /// A condition, by its position.
     Match(usize),
+    /// An entry of [`unless`](PolicyBuilder::unless), by its position.
+    Unless(usize),
     /// The attributes of the key.
     Key,
     /// An override, by its position.
     Override(usize),
+    /// The limits by the values of an attribute.
+    Limits,
     /// The cost.
     Cost,
 }
@@ -74,8 +84,11 @@ impl PolicyBuilder {
             attributes: AttributeNames::default(),
             declared: Vec::new(),
             path_rules: PathRules::KEEP,
+            ipv6_prefix: DEFAULT_IPV6_PREFIX,
             matches: Vec::new(),
+            unless: Vec::new(),
             key: Vec::new(),
+            limits: None,
             overrides: Vec::new(),
             cost: Cost::Fixed(1),
             missing_key: MissingKey::default(),
@@ -118,16 +131,54 @@ impl PolicyBuilder {
         self
     }
 
+    /// Sets the number of bits by which IPv6 addresses count together, as in the
+    /// [`ClientIp`](crate::ClientIp) that reads them; 64 by default. A longer network in a condition
+    /// or an override is an error of [`build`](Self::build).
+    pub fn ipv6_prefix(mut self, bits: u8) -> Self {
+        self.ipv6_prefix = bits;
+        self
+    }
+
     /// Applies the policy only to requests whose attribute matches any of these patterns: `*`
     /// stands for any text without a slash, `**` for any text. A path pattern that ends in `/**`
-    /// also matches the path before it, and the method `GET` also matches `HEAD`. Several calls must
-    /// all match.
+    /// also matches the path before it, and the method `GET` also matches `HEAD`. A pattern of `ip`
+    /// may be a network, such as `10.0.0.0/8`. Several calls must all match.
     pub fn matches(
         mut self,
         attribute: impl Into<String>,
         patterns: impl IntoIterator<Item = impl Into<String>>,
     ) -> Self {
         self.matches.push((attribute.into(), strings(patterns)));
+        self
+    }
+
+    /// Exempts requests that match all of these conditions, each an attribute and patterns as in
+    /// [`matches`](Self::matches). Several calls exempt the requests of each. A value that servers
+    /// may read differently exempts nothing.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tidegate::{Policy, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let policy = Policy::builder("per-ip", Quota::sliding_log(100, Duration::from_secs(60))?)
+    ///     .key(["ip"])
+    ///     .unless([("ip", ["10.0.0.0/8", "fd00::/8"])])
+    ///     .unless([("path", ["/healthz"]), ("method", ["GET"])])
+    ///     .build()?;
+    /// assert_eq!(policy.unless().count(), 2);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn unless(
+        mut self,
+        conditions: impl IntoIterator<
+            Item = (impl Into<String>, impl IntoIterator<Item = impl Into<String>>),
+        >,
+    ) -> Self {
+        let conditions = conditions.into_iter();
+        let conditions = conditions.map(|(attribute, it)| (attribute.into(), strings(it)));
+        self.unless.push(conditions.collect());
         self
     }
 
@@ -164,8 +215,42 @@ impl PolicyBuilder {
         self
     }
 
-    /// Sets another quota for one key, given by the values of its attributes in their order. A key
-    /// that is overridden twice is an error of [`build`](Self::build).
+    /// Sets other quotas for some values of an attribute, such as plans. A request without the
+    /// attribute, or with another value, has the quota of the policy.
+    ///
+    /// ```
+    /// use std::collections::BTreeMap;
+    /// use std::time::Duration;
+    /// use tidegate::{Policy, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let per_minute = |limit| Quota::sliding_log(limit, Duration::from_secs(60));
+    /// let policy = Policy::builder("per-user", per_minute(60)?)
+    ///     .key(["header.x-user-id"])
+    ///     .limits("header.x-plan", [("free", per_minute(100)?), ("pro", per_minute(1_000)?)])
+    ///     .build()?;
+    ///
+    /// let request = [("header.x-user-id", "ann"), ("header.x-plan", "pro")];
+    /// let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
+    /// let quota = policy.select(&request, None)?.charges[0].quota().cloned();
+    /// assert_eq!(quota, Some(per_minute(1_000)?));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn limits(
+        mut self,
+        attribute: impl Into<String>,
+        values: impl IntoIterator<Item = (impl Into<String>, Quota)>,
+    ) -> Self {
+        let values = values.into_iter().map(|(value, quota)| (value.into(), quota));
+        self.limits = Some((attribute.into(), values.collect()));
+        self
+    }
+
+    /// Sets another quota for one key, given by the values of its attributes in their order. It
+    /// comes before [`limits`](Self::limits). If the key is `ip` alone, the value may be a network:
+    /// each of its addresses has a count of its own, and the longest network around an address
+    /// applies. A key that is overridden twice is an error of [`build`](Self::build).
     pub fn override_for(
         mut self,
         values: impl IntoIterator<Item = impl Into<String>>,
@@ -202,12 +287,20 @@ impl PolicyBuilder {
         }
         policy.set_attribute_names(names);
         policy.set_path_rules(self.path_rules).map_err(of(PolicyPart::Name))?;
+        policy.rules.ipv6_prefix = self.ipv6_prefix;
         for (index, (attribute, patterns)) in self.matches.iter().enumerate() {
             policy.add_match(attribute, patterns).map_err(of(PolicyPart::Match(index)))?;
+        }
+        for (index, conditions) in self.unless.iter().enumerate() {
+            policy.add_unless(conditions).map_err(of(PolicyPart::Unless(index)))?;
         }
         policy.set_key(&self.key).map_err(of(PolicyPart::Key))?;
         for (index, (values, quota)) in self.overrides.into_iter().enumerate() {
             policy.add_override(&values, quota).map_err(of(PolicyPart::Override(index)))?;
+        }
+        policy.quotas.index();
+        if let Some((attribute, values)) = self.limits {
+            policy.set_limits(&attribute, values).map_err(of(PolicyPart::Limits))?;
         }
         policy.set_cost(self.cost).map_err(of(PolicyPart::Cost))?;
         policy.set_missing_key(self.missing_key);

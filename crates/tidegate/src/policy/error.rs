@@ -39,6 +39,17 @@ pub enum PolicyError {
     /// A key is overridden twice.
     #[error("the key {0:?} is overridden twice")]
     OverriddenTwice(String),
+    /// An entry of `unless` has no condition, so it would exempt every request.
+    #[error("an entry of `unless` without attributes would exempt every request: give some")]
+    NoCondition,
+    /// An attribute cannot choose limits.
+    #[error(
+        "limits cannot be chosen by {0}: use `overrides` for addresses, and a policy for each path"
+    )]
+    LimitsAttribute(String),
+    /// A value has two limits.
+    #[error("the value {0:?} has two limits")]
+    LimitTwice(String),
     /// The cost could never be admitted.
     #[error("cost {cost} can never be admitted: the quota admits at most {most} at once")]
     Cost {

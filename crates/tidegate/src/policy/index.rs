@@ -39,6 +39,7 @@ impl Index {
                     let prefix = match pattern {
                         Pattern::Exact(text) => text.trim_end_matches('/'),
                         Pattern::Wild { literal_prefix, .. } => literal_prefix,
+                        Pattern::Networks(_) => "",
                     };
                     index.max_segments = index.max_segments.max(prefix.matches('/').count());
                     index.by_path.entry(prefix.to_owned()).or_default().push(position);

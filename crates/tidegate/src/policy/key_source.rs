@@ -29,6 +29,23 @@ const MAX_SHOWN: usize = 64;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KeySource {
     name: Arc<str>,
+    kind: SourceKind,
+}
+
+/// What an attribute is, by its name: how its values are read depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum SourceKind {
+    Ip,
+    Method,
+    Path,
+    Host,
+    /// Header with credentials.
+    Authorization,
+    Header,
+    Query,
+    Cookie,
+    /// From Envoy, or custom.
+    Other,
 }
 
 impl KeySource {
@@ -37,35 +54,51 @@ impl KeySource {
         check_form(name)?;
         // Header names are case-insensitive; front doors use lower case.
         let is_header = name.starts_with("header.");
-        let name = if is_header { name.to_ascii_lowercase().into() } else { name.into() };
-        Ok(Self { name })
+        Ok(if is_header { Self::of(&name.to_ascii_lowercase()) } else { Self::of(name) })
+    }
+
+    fn of(name: &str) -> Self {
+        let kind = match name {
+            "ip" => SourceKind::Ip,
+            "method" => SourceKind::Method,
+            "path" => SourceKind::Path,
+            "host" => SourceKind::Host,
+            "header.authorization" | "header.proxy-authorization" => SourceKind::Authorization,
+            _ => match name.split_once('.') {
+                Some(("header", _)) => SourceKind::Header,
+                Some(("query", _)) => SourceKind::Query,
+                Some(("cookie", _)) => SourceKind::Cookie,
+                _ => SourceKind::Other,
+            },
+        };
+        Self { name: name.into(), kind }
     }
 
     /// Returns the address of the client: `ip`. An IPv6 address counts by its network, a /64 by
     /// default; see [`ClientIp`](crate::ClientIp), which also has the trusted proxies.
     #[must_use]
     pub fn client_ip() -> Self {
-        Self { name: "ip".into() }
+        Self::of("ip")
     }
 
     /// Returns the method of an HTTP request, such as `GET`: `method`.
     #[must_use]
     pub fn method() -> Self {
-        Self { name: "method".into() }
+        Self::of("method")
     }
 
     /// Returns the path of an HTTP request, without its query: `path`. It is in the form of
     /// [`normalize_path`](crate::normalize_path).
     #[must_use]
     pub fn path() -> Self {
-        Self { name: "path".into() }
+        Self::of("path")
     }
 
     /// Returns the host of an HTTP request, without its port: `host`. It is in the form of
     /// [`normalize_host`](crate::normalize_host).
     #[must_use]
     pub fn host() -> Self {
-        Self { name: "host".into() }
+        Self::of("host")
     }
 
     /// Returns a header of an HTTP request: `header.NAME`. Header names are case-insensitive.
@@ -136,11 +169,19 @@ impl KeySource {
 
     /// Returns whether a client may leave the attribute out, or choose its value.
     pub(super) fn is_chosen_by_clients(&self) -> bool {
-        ["header.", "query.", "cookie."].iter().any(|kind| self.name.starts_with(kind))
+        self.is_header() || matches!(self.kind, SourceKind::Query | SourceKind::Cookie)
+    }
+
+    pub(super) fn kind(&self) -> SourceKind {
+        self.kind
     }
 
     pub(super) fn is_path(&self) -> bool {
-        &*self.name == "path"
+        self.kind == SourceKind::Path
+    }
+
+    pub(super) fn is_header(&self) -> bool {
+        matches!(self.kind, SourceKind::Header | SourceKind::Authorization)
     }
 }
 

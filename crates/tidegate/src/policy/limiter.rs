@@ -172,6 +172,12 @@ pub trait Observer: Send + Sync {
     fn key_missing(&self, policy: &Policy) {
         let _ = policy;
     }
+
+    /// Called for each policy that has quotas for the values of an attribute, if the query has none
+    /// of these values. A high count may mean that a plan is not listed.
+    fn other_limit(&self, policy: &Policy) {
+        let _ = policy;
+    }
 }
 
 /// Observes nothing.
@@ -188,6 +194,10 @@ impl<T: Observer> Observer for Arc<T> {
 
     fn key_missing(&self, policy: &Policy) {
         T::key_missing(self, policy);
+    }
+
+    fn other_limit(&self, policy: &Policy) {
+        T::other_limit(self, policy);
     }
 }
 
@@ -354,7 +364,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let (cost, charged_at) = (query.cost, query.charged_at);
         Ok(match query.target {
             QueryTarget::Policy { policy, key } => {
-                let charge = PreparedCharge::of_policy(self.policy(policy)?, key, cost);
+                let policy = self.policy(policy)?;
+                if policy.limits().is_some() {
+                    self.observer.other_limit(policy);
+                }
+                let cost = cost.unwrap_or_else(|| policy.default_cost());
+                let charge = PreparedCharge::of_policy(policy, key, policy.quota_for(key), cost);
                 Entries::one(charge.with_action(action).with_charged_at(charged_at))
             }
             QueryTarget::Quota { key, quota } => {
@@ -390,7 +405,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         if attributes.lacks_peer() {
             return Err(QueryError::UnknownPeer);
         }
-        self.report_missing_keys(&selection);
+        self.report_selection(&selection);
         if let Some(policy) = selection.rejected_by {
             let charge = PreparedCharge::rejected(policy, selection.missing_attribute);
             return Ok(Entries::one(charge.with_action(action)));
@@ -422,14 +437,17 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         if attributes.lacks_peer() {
             return Err(QueryError::UnknownPeer);
         }
-        self.report_missing_keys(&selection);
+        self.report_selection(&selection);
         Ok(selection)
     }
 
-    fn report_missing_keys(&self, selection: &Selection<'_>) {
+    fn report_selection(&self, selection: &Selection<'_>) {
         for policy in &selection.missing_key {
             policy.log_missing_key();
             self.observer.key_missing(policy);
+        }
+        for policy in &selection.other_limit {
+            self.observer.other_limit(policy);
         }
     }
 

@@ -1,8 +1,6 @@
-//! Values in policies that no request has, because they are written for another program: networks,
+//! Values in policies that no request has, because they are written for another program:
 //! regular expressions, URLs, parameters of a router. A limit that never applies would
 //! silently limit nothing.
-
-use std::net::{IpAddr, Ipv6Addr};
 
 use super::KeySource;
 
@@ -16,36 +14,8 @@ pub(super) fn in_pattern(attribute: &KeySource, text: &str) -> Option<String> {
         "method" => in_method(text),
         "host" => in_host(text),
         "path" => in_path(text),
-        "ip" => in_address(text).map(|it| match it {
-            AddressMistake::Network(network) => format!(
-                "networks are not supported here yet, and requests have single addresses: write {}",
-                instead_of(&network)
-            ),
-            AddressMistake::Ipv6(normal) => {
-                format!("requests have IPv6 networks as `{normal}`: write it")
-            }
-        }),
         _ => None,
     }
-}
-
-/// Returns why no request counts by this value of an attribute, and what would be right.
-pub(super) fn in_key(attribute: &KeySource, value: &str) -> Option<String> {
-    if attribute.as_str() != "ip" {
-        return None;
-    }
-    in_address(value).map(|it| match it {
-        AddressMistake::Network(network) => format!(
-            "networks are not supported here yet, and requests count by single addresses: write {}",
-            match network.strip_suffix("/32") {
-                Some(address) => format!("`{address}`"),
-                None => "an entry for each address, or another policy with `match.ip`".to_owned(),
-            }
-        ),
-        AddressMistake::Ipv6(normal) => {
-            format!("requests count by IPv6 networks as `{normal}`: write it")
-        }
-    })
 }
 
 /// Returns what was probably meant by a path pattern that is valid, but matches only paths with the
@@ -68,9 +38,11 @@ fn in_method(text: &str) -> Option<String> {
     if !text.is_empty() && text.chars().all(is_letter) {
         return None;
     }
-    if text.starts_with('!') {
-        let reason = "a pattern excludes nothing: list the methods to limit, such as `[POST, PUT]`";
-        return Some(reason.to_owned());
+    if let Some(method) = text.strip_prefix('!') {
+        return Some(format!(
+            "a pattern excludes nothing: list the methods to limit, or write `unless: [{{method: \
+             {method}}}]`"
+        ));
     }
     let words = text.split(|it| !is_letter(it)).filter(|word| !word.is_empty());
     let words: Vec<String> = words.map(str::to_ascii_uppercase).collect();
@@ -102,8 +74,11 @@ fn in_path(text: &str) -> Option<String> {
             "a path is no regular expression: write a pattern, such as `{meant}`"
         ));
     }
-    if text.starts_with("!/") {
-        return Some("a pattern excludes nothing: list the paths to limit".to_owned());
+    if let Some(path) = text.strip_prefix('!').filter(|path| path.starts_with('/')) {
+        return Some(format!(
+            "a pattern excludes nothing: list the paths to limit, or write `unless: [{{path: \
+             {path}}}]`"
+        ));
     }
     let (scheme, rest) = text.split_once("://")?;
     let is_scheme = |it: char| it.is_ascii_alphanumeric() || "+.-".contains(it);
@@ -121,39 +96,4 @@ fn without_expression(text: &str) -> String {
     let text = text.replace("/.*", "/**").replace("[^/]*", "*").replace("[^/]+", "*");
     let text = text.replace(".*", "**").replace(".+", "**").replace('\\', "");
     if text.contains(['(', '[', '|', '?', '+', '{']) { "/api/**".to_owned() } else { text }
-}
-
-/// Address that no request has.
-enum AddressMistake {
-    /// IPv4 network.
-    Network(String),
-    /// IPv6 network in another spelling than this one, that of requests.
-    Ipv6(String),
-}
-
-fn in_address(text: &str) -> Option<AddressMistake> {
-    let (address, prefix) = text.split_once('/')?;
-    if !address.contains(':') {
-        return Some(AddressMistake::Network(text.to_owned()));
-    }
-    let address: Ipv6Addr = address.parse().ok()?;
-    let prefix: u32 = prefix.parse().ok().filter(|prefix| *prefix <= 128)?;
-    let mask = u128::MAX.checked_shl(128 - prefix).unwrap_or(0);
-    let normal = format!("{}/{prefix}", Ipv6Addr::from_bits(address.to_bits() & mask));
-    (normal != text).then_some(AddressMistake::Ipv6(normal))
-}
-
-/// Returns the patterns to write instead of an IPv4 network.
-fn instead_of(network: &str) -> String {
-    let address = |text: &str| text.parse::<IpAddr>().is_ok();
-    let (start, prefix) = network.split_once('/').unwrap_or((network, ""));
-    let bytes: Vec<&str> = start.split('.').collect();
-    match prefix {
-        "32" if address(start) => format!("`{start}`"),
-        "8" | "16" | "24" if address(start) => {
-            let fixed = prefix.parse::<usize>().unwrap_or_default() / 8;
-            format!("`{}.*`", bytes[..fixed].join("."))
-        }
-        _ => "the addresses, or patterns such as `10.1.*`".to_owned(),
-    }
 }

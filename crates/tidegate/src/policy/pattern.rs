@@ -2,14 +2,22 @@
 
 use std::borrow::Cow;
 
+use ipnet::IpNet;
+
+use super::condition::ReadRules;
+use super::networks::{self, Networks, is_address};
 use super::path::{PathRules, PatternError};
 use super::{KeySource, PolicyError, mistake};
 
-/// Exact text, or text with `*` (any text without a slash) and `**` (any text).
+/// Number of addresses up to which each is compared.
+const FEW_ADDRESSES: usize = 16;
+
+/// Exact text, or text with `*` (any text without a slash) and `**` (any text), or networks.
 #[derive(Debug, Clone)]
 pub(super) enum Pattern {
     Exact(String),
     Wild { parts: Vec<PatternPart>, literal_prefix: String },
+    Networks(Networks),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,6 +30,34 @@ pub(super) enum PatternPart {
 }
 
 impl Pattern {
+    /// Parses the patterns of an attribute. Networks, and many addresses, become one pattern.
+    pub(super) fn list(
+        attribute: &KeySource,
+        texts: &[String],
+        rules: ReadRules,
+    ) -> Result<Vec<Self>, PolicyError> {
+        let parse = |text| Self::new(attribute, text, rules.path);
+        if attribute.as_str() != "ip" {
+            return texts.iter().map(|text| parse(text)).collect();
+        }
+        let (wild, addresses) = texts.iter().partition::<Vec<&String>, _>(|it| is_wild_address(it));
+        let parse_network = |text: &&String| {
+            let network = networks::parse(text, rules.ipv6_prefix);
+            let invalid = |reason| PolicyError::Pattern { pattern: (*text).clone(), reason };
+            network.map_err(invalid).map(|network| (network, 0))
+        };
+        let addresses = addresses.iter().map(parse_network).collect::<Result<Vec<_>, _>>()?;
+        let mut patterns =
+            wild.into_iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+        if addresses.len() <= FEW_ADDRESSES && addresses.iter().all(|(it, _)| is_address(it)) {
+            let exact = |(network, _): &(IpNet, _)| Self::Exact(network.addr().to_string());
+            patterns.extend(addresses.iter().map(exact));
+        } else {
+            patterns.push(Self::Networks(Networks::new(addresses.into_iter())));
+        }
+        Ok(patterns)
+    }
+
     /// Parses the pattern of an attribute. It is normalized as the values of requests are, because
     /// it would never match otherwise.
     pub(super) fn new(
@@ -97,8 +133,15 @@ impl Pattern {
         match self {
             Self::Exact(text) => text == value,
             Self::Wild { parts, .. } => parts_match(parts, value),
+            Self::Networks(networks) => networks.find(value).is_some(),
         }
     }
+}
+
+/// Returns whether this is a pattern that an address may match, such as `10.1.*`.
+fn is_wild_address(text: &str) -> bool {
+    text.contains('*')
+        && text.bytes().all(|byte| byte.is_ascii_hexdigit() || b".:*/".contains(&byte))
 }
 
 /// Matches part by part, with the set of reachable positions instead of backtracking: the work is
@@ -107,9 +150,10 @@ fn parts_match(parts: &[PatternPart], value: &str) -> bool {
     let bytes = value.as_bytes();
     // reachable[i]: the parts so far can match the first i bytes.
     let mut reachable = vec![false; bytes.len() + 1];
+    let mut next = vec![false; bytes.len() + 1];
     reachable[0] = true;
     for part in parts {
-        let mut next = vec![false; bytes.len() + 1];
+        next.fill(false);
         match part {
             PatternPart::Text(text) => {
                 for at in 0..=bytes.len().saturating_sub(text.len()) {
@@ -134,7 +178,7 @@ fn parts_match(parts: &[PatternPart], value: &str) -> bool {
                 next[bytes.len()] = (0..=bytes.len()).any(ends_here);
             }
         }
-        reachable = next;
+        std::mem::swap(&mut reachable, &mut next);
     }
     reachable[bytes.len()]
 }

@@ -293,17 +293,17 @@ impl<'a> PreparedCharge<'a> {
         }
     }
 
-    /// Creates the acquire of a policy for a key. Without a cost, it has that of the policy.
+    /// Creates the acquire of a policy for a key, by this quota of the policy.
     #[inline]
     pub(super) fn of_policy(
         policy: &'a Policy,
         key: impl Into<Cow<'a, str>>,
-        cost: Option<u64>,
+        quota: &'a Quota,
+        cost: u64,
     ) -> Self {
-        let key = key.into();
-        let quota = policy.quota_for(&key);
-        let mut charge = Self::with_quota_ref(policy.name().into(), key, QuotaRef::Borrowed(quota));
-        charge.cost = cost.unwrap_or_else(|| policy.default_cost());
+        let name = policy.name().into();
+        let mut charge = Self::with_quota_ref(name, key.into(), QuotaRef::Borrowed(quota));
+        charge.cost = cost;
         charge.enforcement = policy.mode().into();
         charge.on_store_failure = policy.on_store_failure();
         charge

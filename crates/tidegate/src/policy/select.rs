@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
+use super::quotas::QuotaReason;
 use super::{
     AttributeError, AttributeNames, Attributes, Condition, Cost, KeySource, MissingKey, Mode,
     PathError, PathRules, Policy, PolicyError, PreparedCharge, join,
@@ -114,6 +115,10 @@ impl Policies {
         self.path_rules.normalize(path)
     }
 
+    pub(super) fn path_rules(&self) -> PathRules {
+        self.path_rules
+    }
+
     /// Adds declared attributes, which callers may send even if no policy uses them.
     #[must_use]
     pub fn with_attribute_names(mut self, names: &AttributeNames) -> Self {
@@ -166,8 +171,18 @@ impl Policies {
         })
     }
 
-    /// Replaces the quotas of one policy, also those of its overrides, for a comparison with
-    /// others. `change` gets each quota, and whether it is that of an override.
+    /// Returns the policies that a client may exempt itself from by a header, a query parameter or
+    /// a cookie, each with that attribute. An address or a custom attribute beside it is not a
+    /// client's choice.
+    pub fn exemptible(&self) -> impl Iterator<Item = (&Policy, &KeySource)> {
+        let enforced = self.all.iter().filter(|policy| policy.mode == Mode::Enforce);
+        enforced.filter_map(|policy| {
+            Some((policy, policy.unless.iter().find_map(|group| chosen_by_clients(group))?))
+        })
+    }
+
+    /// Replaces the quotas of one policy, for a comparison with others. `change` gets each quota,
+    /// and whether it is that of an override or of a value.
     pub fn with_quotas<E: From<PolicyError>>(
         mut self,
         name: &str,
@@ -175,10 +190,7 @@ impl Policies {
     ) -> Result<Self, E> {
         if let Some(position) = self.by_name.get(name) {
             let policy = &mut self.all[*position];
-            policy.quota = change(&policy.quota, false)?;
-            for quota in policy.overrides.values_mut() {
-                *quota = change(quota, true)?;
-            }
+            policy.quotas.change(change)?;
             policy.set_cost(policy.cost.clone())?;
         }
         Ok(self)
@@ -286,7 +298,8 @@ impl<'r> RequestValues<'r> {
     }
 
     /// Returns whether servers may read another value of this attribute than this one.
-    fn is_ambiguous(&self, source: &KeySource, value: Option<&str>) -> bool {
+    #[inline]
+    pub(super) fn is_ambiguous(&self, source: &KeySource, value: Option<&str>) -> bool {
         self.attributes.is_ambiguous(source.as_str())
             || value.is_some_and(|value| source.is_ambiguous_value(value))
     }
@@ -370,6 +383,9 @@ pub struct Selection<'a> {
     pub shadow_rejections: Vec<&'a Policy>,
     /// Policies whose key the request lacks, whether that skips or rejects it.
     pub missing_key: Vec<&'a Policy>,
+    /// Policies with quotas for the values of an attribute that the request lacks, or has with
+    /// another value. Their own quota applies.
+    pub other_limit: Vec<&'a Policy>,
 }
 
 impl Policy {
@@ -386,7 +402,7 @@ impl Policy {
         } else {
             None
         };
-        let path = path.as_deref().map(|path| self.path_rules.matched(path)).transpose();
+        let path = path.as_deref().map(|path| self.rules.path.matched(path)).transpose();
         let path = path.map_err(SelectError::Path)?;
         let request = RequestValues::new(attributes, path.as_deref());
         self.add_to(&mut selection, &request, cost)?;
@@ -400,44 +416,52 @@ impl Policy {
         cost: Option<u64>,
     ) -> Result<(), SelectError> {
         let shadow = self.mode == Mode::Shadow;
-        let key = match self.key_of(request) {
-            Ok(key) => key,
-            Err(_) if shadow => {
-                selection.shadow_rejections.push(self);
-                return Ok(());
-            }
-            Err(source) => return Err(self.ambiguous(source)),
-        };
-        let Some(key) = key else {
-            selection.missing_key.push(self);
-            match self.missing_key {
-                MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
-                MissingKey::Deny if selection.rejected_by.is_none() => {
-                    selection.rejected_by = Some(self);
-                    selection.missing_attribute = self.missing_attribute(request);
+        let (key, quota, reason) = match self.count_of(request) {
+            Ok(Some(count)) => count,
+            Ok(None) => {
+                selection.missing_key.push(self);
+                match self.missing_key {
+                    MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
+                    MissingKey::Deny if selection.rejected_by.is_none() => {
+                        selection.rejected_by = Some(self);
+                        selection.missing_attribute = self.missing_attribute(request);
+                    }
+                    MissingKey::Deny | MissingKey::Skip => {}
                 }
-                MissingKey::Deny | MissingKey::Skip => {}
+                return Ok(());
             }
-            return Ok(());
-        };
-        match Key::new(&key) {
-            Ok(_) => {}
             Err(_) if shadow => {
                 selection.shadow_rejections.push(self);
                 return Ok(());
             }
-            Err(reason) => {
-                let (policy, attributes) = (self.name.clone(), self.key_names());
-                return Err(SelectError::Key { policy, attributes, reason });
-            }
+            Err(error) => return Err(error),
+        };
+        if matches!(reason, QuotaReason::Other(_)) {
+            selection.other_limit.push(self);
         }
-        let cost = cost.unwrap_or_else(|| self.cost_of(request, &key));
+        let cost = cost.unwrap_or_else(|| self.cost_of(request, quota));
         if selection.charges.is_empty() {
             // Charges are large, and a request rarely has more than two.
             selection.charges.reserve_exact(2);
         }
-        selection.charges.push(PreparedCharge::of_policy(self, key, Some(cost)));
+        selection.charges.push(PreparedCharge::of_policy(self, key, quota, cost));
         Ok(())
+    }
+
+    /// Returns the key that a request counts under and its quota; `None` if it lacks the key.
+    #[inline]
+    pub(super) fn count_of(
+        &self,
+        request: &RequestValues<'_>,
+    ) -> Result<Option<(String, &Quota, QuotaReason<'_>)>, SelectError> {
+        let ambiguous = |source| self.ambiguous(source);
+        let Some(key) = self.key_of(request).map_err(ambiguous)? else { return Ok(None) };
+        if let Err(reason) = Key::new(&key) {
+            let (policy, attributes) = (self.name.clone(), self.key_names());
+            return Err(SelectError::Key { policy, attributes, reason });
+        }
+        let (quota, reason) = self.quotas.of_request(request, &key).map_err(ambiguous)?;
+        Ok(Some((key, quota, reason)))
     }
 
     /// Returns whether this policy limits every client whose requests `other` applies to.
@@ -453,36 +477,38 @@ impl Policy {
             };
             is_any || other.conditions.iter().any(is_same)
         };
-        self.mode == Mode::Enforce && counts_all && self.conditions.iter().all(covers)
+        self.mode == Mode::Enforce
+            && counts_all
+            && self.unless.is_empty()
+            && self.conditions.iter().all(covers)
     }
 
-    fn ambiguous(&self, source: &KeySource) -> SelectError {
+    pub(super) fn ambiguous(&self, source: &KeySource) -> SelectError {
         SelectError::Ambiguous { policy: self.name.clone(), attribute: source.to_string() }
     }
 
-    /// Returns whether all conditions match.
+    /// Returns whether all conditions match, and no entry of `unless` does.
     pub(super) fn applies_to(&self, request: &RequestValues<'_>) -> Result<bool, SelectError> {
         for condition in &self.conditions {
-            let matches = |value: &str| condition.patterns.iter().any(|it| it.matches(value));
-            let value = request.get(&condition.attribute);
-            let is_match = value.as_deref().is_some_and(matches);
-            // Several headers of one name are one list; of several cookies or parameters, the
-            // application may read another one.
-            let is_list = condition.attribute.as_str().starts_with("header.");
-            if !is_list
-                && request.is_ambiguous(&condition.attribute, value.as_deref())
-                && self.mode == Mode::Enforce
-            {
+            let (is_match, is_ambiguous) = condition.test(request);
+            if is_ambiguous && self.mode == Mode::Enforce {
                 return Err(self.ambiguous(&condition.attribute));
             }
             if !is_match {
                 return Ok(false);
             }
         }
-        Ok(true)
+        Ok(self.unless.is_empty() || self.exempted_by(request).is_none())
     }
 
-    fn cost_of(&self, request: &RequestValues<'_>, key: &str) -> u64 {
+    /// Returns the position of the first entry of `unless` that matches wholly. A value that
+    /// servers may read differently exempts nothing.
+    pub(super) fn exempted_by(&self, request: &RequestValues<'_>) -> Option<usize> {
+        let meets = |condition: &Condition| condition.test(request) == (true, false);
+        self.unless.iter().position(|group| group.iter().all(meets))
+    }
+
+    fn cost_of(&self, request: &RequestValues<'_>, quota: &Quota) -> u64 {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { name, default, max } => {
@@ -491,7 +517,7 @@ impl Policy {
                     .get(name)
                     .and_then(|value| whole_number(value.trim_matches([' ', '\t'])))
                     .filter(|units| *units > 0);
-                units.map_or(*default, |units| units.min(*max).min(self.quota_for(key).burst()))
+                units.map_or(*default, |units| units.min(*max).min(quota.burst()))
             }
         }
     }
@@ -519,9 +545,20 @@ impl Policy {
 
 impl Policy {
     /// Returns the first attribute of the key that a request lacks.
-    fn missing_attribute(&self, request: &RequestValues<'_>) -> Option<&KeySource> {
+    pub(super) fn missing_attribute(&self, request: &RequestValues<'_>) -> Option<&KeySource> {
         self.key.iter().find(|source| request.get(source).is_none_or(|value| value.is_empty()))
     }
+}
+
+/// Returns the attribute by which a client may meet all conditions, if one is its choice. Path,
+/// method and host are those of the request that is exempted.
+fn chosen_by_clients(conditions: &[Condition]) -> Option<&KeySource> {
+    let sources = || conditions.iter().map(|condition| &condition.attribute);
+    let is_request = |source: &KeySource| ["path", "method", "host"].contains(&source.as_str());
+    if sources().any(|source| !source.is_chosen_by_clients() && !is_request(source)) {
+        return None;
+    }
+    sources().find(|source| source.is_chosen_by_clients())
 }
 
 /// Parses an integer. One that is too large saturates.

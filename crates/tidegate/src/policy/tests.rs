@@ -32,12 +32,12 @@ fn invalid_parts_are_errors_whatever_their_order() {
     let cost = |default, max| Cost::Attribute { name: "header.c".to_owned(), default, max };
     assert!(error(policy("a").cost(cost(7, 5))).contains("more than the max 5"));
     assert!(error(policy("a").cost(cost(1, 11))).contains("at most 10"));
-    let small = |cost| policy("a").key(["ip"]).cost(cost).override_for(["small"], quota(5));
+    let small = |cost| policy("a").key(["header.u"]).cost(cost).override_for(["small"], quota(5));
     assert!(small(cost(1, 10)).build().is_ok(), "the small one takes 5 at most");
     assert!(error(small(cost(6, 10))).contains("at most 5"));
     assert!(error(small(Cost::Fixed(6))).contains("at most 5"));
-    let by_ip = policy("a").key(["ip"]);
-    let twice = by_ip.override_for(["k"], quota(1)).override_for(["k"], quota(2));
+    let by_user = policy("a").key(["header.u"]);
+    let twice = by_user.override_for(["k"], quota(1)).override_for(["k"], quota(2));
     assert!(error(twice).contains("overridden twice"));
     let unknown = Cost::Attribute { name: "heder.c".to_owned(), default: 1, max: 1 };
     for wrong in [
@@ -68,21 +68,18 @@ fn references_are_those_of_conditions_key_and_cost() {
 #[test]
 fn patterns_that_no_request_matches_are_errors_with_the_right_spelling() {
     for (attribute, pattern, right) in [
-        ("ip", "10.0.0.0/8", "networks are not supported here yet"),
-        ("ip", "10.0.0.0/8", "write `10.*`"),
-        ("ip", "192.168.0.0/16", "write `192.168.*`"),
-        ("ip", "192.0.2.7/32", "write `192.0.2.7`"),
-        ("ip", "172.16.0.0/12", "patterns such as `10.1.*`"),
-        ("ip", "2001:DB8::1/64", "write it"),
-        ("ip", "2001:DB8::1/64", "`2001:db8::/64`"),
+        ("ip", "10.0.0.0/33", "neither an address, a network nor a pattern"),
+        ("ip", "10.0.0", "write `192.0.2.1`"),
+        ("ip", "localhost*", "neither"),
+        ("ip", "2001:DB8::1", "write `2001:db8::/64`, or set client_ip.ipv6_prefix to 128"),
         ("path", "^/api/.*$", "such as `/api/**`"),
         ("path", "^/users/[^/]+/posts", "such as `/users/*/posts`"),
         ("path", "^/(a|b)", "such as `/api/**`"),
-        ("path", "!/health", "list the paths to limit"),
+        ("path", "!/health", "`unless: [{path: /health}]`"),
         ("path", "https://example.com/api/**", "write `/api/**`"),
         ("method", "GET|POST", "write a list, `[GET, POST]`"),
         ("method", "get, post", "write a list, `[GET, POST]`"),
-        ("method", "!GET", "list the methods to limit"),
+        ("method", "!GET", "`unless: [{method: GET}]`"),
         ("method", "^GET$", "write `GET`"),
         ("method", "", "such as `GET`"),
         ("host", "https://example.com", "write `example.com`"),
@@ -96,8 +93,11 @@ fn patterns_that_no_request_matches_are_errors_with_the_right_spelling() {
     for (attribute, pattern) in [
         ("ip", "192.0.2.7"),
         ("ip", "10.*"),
-        ("ip", "2001:db8::/64"),
+        ("ip", "2001:DB8::1/64"),
         ("ip", "2001:db8:*/64"),
+        ("ip", "10.0.0.0/8"),
+        ("ip", "0.0.0.0/0"),
+        ("ip", "::ffff:10.0.0.0/104"),
         ("path", "/a^b"),
         ("path", "/users:login"),
         ("path", "/proxy/https://example.com"),
@@ -120,9 +120,11 @@ fn overrides_that_no_request_has_are_errors_with_the_right_spelling() {
     assert!(of(&[], &["acme"]).contains("would never apply: this policy counts all requests"));
     assert!(of(&["ip"], &["a", "b"]).contains("counts only by ip: write one value"));
     assert!(of(&["ip", "path"], &["a"]).contains("has 1 of the 2 values"));
-    assert!(of(&["ip"], &["10.0.0.0/8"]).contains("an entry for each address"));
-    assert!(of(&["ip"], &["10.0.0.1/32"]).contains("write `10.0.0.1`"));
-    assert!(of(&["path", "ip"], &["/", "10.0.0.0/8"]).contains("networks are not supported"));
+    assert!(of(&["ip"], &["internal"]).contains("neither an address"));
+    assert!(of(&["ip"], &["2001:db8::1"]).contains("write `2001:db8::/64`"));
+    assert!(of(&["path", "ip"], &["/", "10.0.0.0/8"]).contains("counts by ip alone"));
+    let twice = policy("a").key(["ip"]).override_for(["10.0.0.0/8"], quota(1));
+    assert!(error(twice.override_for(["10.1.0.0/8"], quota(2))).contains("is overridden twice"));
     let ipv6 = policy("a").key(["ip"]).override_for(["2001:db8::/64"], quota(1));
     assert!(ipv6.build().is_ok(), "IPv6 addresses count by their network");
 }

@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 
 use super::KeySource;
+use super::key_source::SourceKind;
 use super::path::normalize_host;
 
 /// Start of a cookie that Express parses as JSON, so that `j:"X"` is `X`.
@@ -16,15 +17,13 @@ const SCHEMES: [&str; 6] = ["Bearer", "Basic", "Digest", "Negotiate", "DPoP", "T
 impl KeySource {
     /// Returns the normal form of a value of this attribute. A path is normalized before.
     pub(super) fn normalize<'v>(&self, value: Cow<'v, str>) -> Cow<'v, str> {
-        let normalize: fn(&str) -> Cow<'_, str> = match self.as_str() {
-            "host" => normalize_host,
-            "method" => method,
-            _ if self.is_credentials() => credentials,
-            name if name.starts_with("header.") || name.starts_with("query.") => {
-                |value| Cow::Borrowed(trimmed(value))
-            }
-            name if name.starts_with("cookie.") => cookie_value,
-            _ => return value,
+        let normalize: fn(&str) -> Cow<'_, str> = match self.kind() {
+            SourceKind::Host => normalize_host,
+            SourceKind::Method => method,
+            SourceKind::Authorization => credentials,
+            SourceKind::Header | SourceKind::Query => |value| Cow::Borrowed(trimmed(value)),
+            SourceKind::Cookie => cookie_value,
+            SourceKind::Ip | SourceKind::Path | SourceKind::Other => return value,
         };
         match value {
             Cow::Borrowed(value) => normalize(value),
@@ -37,14 +36,11 @@ impl KeySource {
 
     /// Returns whether servers read this value, which is in its normal form, differently.
     pub(super) fn is_ambiguous_value(&self, value: &str) -> bool {
-        if self.is_credentials() {
-            return is_odd_base64(value);
+        match self.kind() {
+            SourceKind::Authorization => is_odd_base64(value),
+            SourceKind::Cookie => value.starts_with(JSON_COOKIE),
+            _ => false,
         }
-        value.starts_with(JSON_COOKIE) && self.as_str().starts_with("cookie.")
-    }
-
-    fn is_credentials(&self) -> bool {
-        matches!(self.as_str(), "header.authorization" | "header.proxy-authorization")
     }
 }
 

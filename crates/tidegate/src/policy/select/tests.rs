@@ -214,3 +214,148 @@ fn cost_by_attribute_is_capped_by_the_quota_of_the_key() {
     };
     assert_eq!((charged("small"), charged("other")), (5, 10));
 }
+
+fn limit_of(policies: &Policies, attributes: &[(&str, &str)]) -> Option<u64> {
+    let request = request(attributes);
+    let selection = policies.select(&request, None).expect("sound keys");
+    selection.charges.first().and_then(|charge| charge.quota().map(Quota::limit))
+}
+
+#[test]
+fn networks_match_addresses_and_groups() {
+    let networks = ["10.0.0.0/8", "fd00::/8", "192.0.2.7", "172.16.*"];
+    let policies = set([builder("inside").matches("ip", networks)]);
+    for ip in ["10.1.2.3", "10.255.255.255", "fd00:1::/64", "192.0.2.7", "172.16.9.9"] {
+        assert_eq!(names(&policies, &[("ip", ip)]), ["inside"], "{ip}");
+    }
+    for ip in ["11.0.0.0", "9.255.255.255", "fe00::/64", "192.0.2.8", "172.17.0.1", "x"] {
+        assert!(names(&policies, &[("ip", ip)]).is_empty(), "{ip}");
+    }
+}
+
+#[test]
+fn longest_network_of_the_overrides_applies() {
+    let policy = builder("per-ip").key(["ip"]);
+    let policy = policy.override_for(["10.0.0.0/8"], quota(100));
+    let policy = policy.override_for(["10.1.0.0/16"], quota(50));
+    let policy = policy.override_for(["10.1.2.3"], quota(5));
+    let policies = set([policy.override_for(["2001:db8::/32"], quota(7))]);
+    for (ip, limit) in [
+        ("10.2.0.1", 100),
+        ("10.1.0.1", 50),
+        ("10.1.2.3", 5),
+        ("11.0.0.1", 10),
+        ("2001:db8:1:2::/64", 7),
+        ("2001:db9::/64", 10),
+    ] {
+        assert_eq!(limit_of(&policies, &[("ip", ip)]), Some(limit), "{ip}");
+        let policy = policies.get("per-ip").expect("there");
+        assert_eq!(policy.quota_for(ip).limit(), limit, "{ip} as a key");
+    }
+    let selected = request(&[("ip", "10.2.0.1")]);
+    let selection = policies.select(&selected, None).expect("sound");
+    assert_eq!(selection.charges[0].key(), Some("10.2.0.1"), "each address has its own count");
+}
+
+#[test]
+fn any_entry_of_unless_that_matches_wholly_exempts() {
+    let policy = builder("p").unless([("ip", ["10.0.0.0/8"])]);
+    let policy = policy.unless([("path", ["/healthz"]), ("method", ["GET"])]);
+    let policies = set([policy.unless([("header.x-internal", ["*"])])]);
+    for (attributes, applies) in [
+        (&[("ip", "10.1.2.3")][..], false),
+        (&[("ip", "11.1.2.3")], true),
+        (&[("path", "/healthz"), ("method", "GET")], false),
+        (&[("path", "/./healthz/"), ("method", "HEAD")], false),
+        (&[("path", "/healthz"), ("method", "POST")], true),
+        (&[("path", "/healthz")], true),
+        (&[("header.x-internal", "yes")], false),
+        (&[], true),
+    ] {
+        assert_eq!(names(&policies, attributes) == ["p"], applies, "{attributes:?}");
+    }
+    let exemptible: Vec<_> = policies.exemptible().collect();
+    assert_eq!(exemptible.len(), 1);
+    assert_eq!(exemptible[0].1.as_str(), "header.x-internal");
+    let verified = set([
+        builder("a").unless([("header.x", ["1"]), ("ip", ["10.0.0.0/8"])]),
+        builder("b").unless([("path", ["/healthz"])]),
+    ]);
+    assert_eq!(verified.exemptible().count(), 0, "no client chooses its address");
+}
+
+/// A request with two values of each attribute.
+struct Repeated;
+
+impl Attributes for Repeated {
+    fn get(&self, _: &str) -> Option<Cow<'_, str>> {
+        Some("internal".into())
+    }
+
+    fn is_ambiguous(&self, _: &str) -> bool {
+        true
+    }
+}
+
+#[test]
+fn ambiguous_value_neither_exempts_nor_chooses_a_limit() {
+    let exempting = set([builder("p").unless([("cookie.staff", ["internal"])])]);
+    let selected = exempting.select(&Repeated, None).expect("only limited");
+    assert_eq!(selected.charges.len(), 1);
+    let by_plan = builder("p").limits("header.x-plan", [("internal", quota(1_000))]);
+    let error = set([by_plan]).select(&Repeated, None).expect_err("ambiguous");
+    assert!(matches!(error, SelectError::Ambiguous { .. }), "{error}");
+}
+
+#[test]
+fn limits_follow_the_value_of_an_attribute() {
+    let values = [("free", quota(100)), ("pro", quota(1_000)), ("", quota(7))];
+    let policy = builder("p").key(["header.x-user"]).limits("header.x-plan", values);
+    let policies = set([policy.override_for(["vip"], quota(5_000))]);
+    for (user, plan, limit, is_other) in [
+        ("ann", Some("free"), 100, false),
+        ("ann", Some(" pro "), 1_000, false),
+        ("ann", Some(""), 7, false),
+        ("ann", Some("Pro"), 10, true),
+        ("ann", Some("other"), 10, true),
+        ("ann", Some("free, pro"), 10, true),
+        ("ann", None, 10, true),
+        ("vip", Some("free"), 5_000, false),
+    ] {
+        let mut attributes = vec![("header.x-user", user)];
+        attributes.extend(plan.map(|plan| ("header.x-plan", plan)));
+        let request = request(&attributes);
+        let selection = policies.select(&request, None).expect("sound");
+        assert_eq!(selection.charges[0].quota().map(Quota::limit), Some(limit), "{attributes:?}");
+        assert_eq!(selection.other_limit.len(), usize::from(is_other), "{attributes:?}");
+    }
+    let error = |policy: PolicyBuilder| policy.build().expect_err("invalid").to_string();
+    let twice = builder("p").limits("header.x", [("a", quota(1)), (" a", quota(2))]);
+    assert!(error(twice).contains("\"a\" has two limits"));
+    assert!(error(builder("p").limits("ip", [("a", quota(1))])).contains("use `overrides`"));
+    assert!(error(builder("p").limits("plan", [("a", quota(1))])).contains("unknown attribute"));
+}
+
+#[test]
+fn explanation_names_what_decided() {
+    let policies = set([
+        builder("path").matches("path", ["/api/**"]),
+        builder("inside").unless([("ip", ["10.0.0.0/8"])]),
+        builder("user").key(["header.x-user"]),
+        builder("per-ip").key(["ip"]).override_for(["10.0.0.0/8"], quota(5)),
+        builder("plan").limits("header.x-plan", [("pro", quota(5))]),
+        builder("cookie").matches("cookie.sid", ["*"]),
+    ]);
+    let attributes = request(&[("path", "/x"), ("ip", "10.1.2.3"), ("header.x-plan", "pro")]);
+    let explanations = policies.explain(&attributes);
+    let shown = explanations.iter().map(|it| (it.policy, it.applies, it.reason.as_str()));
+    let expected = [
+        ("path", false, "match: path does not match"),
+        ("inside", false, "unless: entry 1 (ip) matches"),
+        ("user", false, "key: the request has no header.x-user"),
+        ("per-ip", true, "it matches; an override applies; the limit is 5"),
+        ("plan", true, "it matches; limits: header.x-plan is \"pro\"; the limit is 5"),
+        ("cookie", false, "match: the request has no cookie.sid"),
+    ];
+    assert_eq!(shown.collect::<Vec<_>>(), expected);
+}

@@ -1,0 +1,88 @@
+//! [`Explanation`]: why a policy does or does not apply to a request.
+
+use super::select::RequestValues;
+use super::{Attributes, Condition, KeySource, Policies, Policy};
+
+/// Why a policy does or does not apply to a request; the result of [`Policies::explain`].
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::time::Duration;
+/// use tidegate::{Policies, Policy, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let policy =
+///     Policy::builder("per-ip", quota).key(["ip"]).unless([("ip", ["10.0.0.0/8"])]).build()?;
+/// let policies = Policies::new(vec![policy])?;
+///
+/// let request = BTreeMap::from([("ip".to_owned(), "10.1.2.3".to_owned())]);
+/// let explanations = policies.explain(&request);
+/// assert!(!explanations[0].applies);
+/// assert_eq!(explanations[0].reason, "unless: entry 1 (ip) matches");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Explanation<'a> {
+    /// Name of the policy.
+    pub policy: &'a str,
+    /// Whether it applies.
+    pub applies: bool,
+    /// Reason, without values of the request.
+    pub reason: String,
+}
+
+/// Number of policies that are explained.
+const MAX_EXPLAINED: usize = 1_000;
+
+impl Policies {
+    /// Explains for each of the first thousand policies why it does or does not apply to a request.
+    /// Nothing is counted.
+    pub fn explain(&self, attributes: &dyn Attributes) -> Vec<Explanation<'_>> {
+        let path = attributes.get("path");
+        let path = path.as_deref().map(|path| self.path_rules().matched(path)).transpose();
+        self.iter()
+            .take(MAX_EXPLAINED)
+            .map(|policy| {
+                let (applies, reason) = match &path {
+                    Ok(path) => policy.explain(&RequestValues::new(attributes, path.as_deref())),
+                    Err(error) => (false, error.to_string()),
+                };
+                Explanation { policy: policy.name(), applies, reason }
+            })
+            .collect()
+    }
+}
+
+impl Policy {
+    fn explain(&self, request: &RequestValues<'_>) -> (bool, String) {
+        for condition in &self.conditions {
+            let attribute = &condition.attribute;
+            match condition.test(request) {
+                (_, true) => return (false, self.ambiguous(attribute).to_string()),
+                (true, false) => {}
+                (false, false) if request.get(attribute).is_none() => {
+                    return (false, format!("match: the request has no {attribute}"));
+                }
+                (false, false) => return (false, format!("match: {attribute} does not match")),
+            }
+        }
+        if let Some(number) = self.exempted_by(request) {
+            let names = self.unless[number].iter().map(|it: &Condition| it.attribute.as_str());
+            let names = names.collect::<Vec<_>>().join(" and ");
+            return (false, format!("unless: entry {} ({names}) matches", number + 1));
+        }
+        match self.count_of(request) {
+            Err(error) => (false, error.to_string()),
+            Ok(None) => {
+                let missing = self.missing_attribute(request).map_or("", KeySource::as_str);
+                (false, format!("key: the request has no {missing}"))
+            }
+            Ok(Some((_, quota, reason))) => {
+                (true, format!("{reason}; the limit is {}", quota.limit()))
+            }
+        }
+    }
+}
