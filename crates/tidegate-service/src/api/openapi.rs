@@ -2,7 +2,7 @@
 //! API checks.
 
 use serde_json::{Value, json};
-use tidegate::{MAX_CHARGES, MAX_KEY_BYTES, Quota};
+use tidegate::{MAX_CHARGES, MAX_KEY_BYTES, Policies, Quota};
 use tidegate_config::duration;
 use tidegate_config::policies::schema;
 use utoipa::OpenApi;
@@ -32,6 +32,8 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
         ("Problem", "detail", json!({"maxLength": MAX_DETAIL})),
         ("Problem", "source", json!({"maxLength": MAX_DETAIL})),
         ("Problem", "missing_key", json!({"maxLength": MAX_DETAIL})),
+        ("ExplanationBody", "policy", name.clone()),
+        ("ExplanationBody", "reason", json!({"maxLength": MAX_DETAIL})),
     ];
     for body in ["DecisionBody", "BindingBody"] {
         bounds.extend([
@@ -100,6 +102,7 @@ pub(super) fn document() -> Vec<u8> {
     entry["properties"]["key"]["maxLength"] = json!(MAX_KEY_BYTES);
     let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][1];
     decisions["properties"]["decisions"]["maxItems"] = json!(MAX_CHARGES);
+    decisions["properties"]["policies"]["maxItems"] = json!(Policies::MAX_EXPLAINED);
     let parameters = &mut api["paths"]["/v1/forward-auth"]["get"]["parameters"];
     for parameter in parameters.as_array_mut().into_iter().flatten() {
         if parameter["name"] == "policy" {

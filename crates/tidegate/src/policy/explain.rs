@@ -34,17 +34,16 @@ pub struct Explanation<'a> {
     pub reason: String,
 }
 
-/// Number of policies that are explained.
-const MAX_EXPLAINED: usize = 1_000;
-
 impl Policies {
-    /// Explains for each of the first thousand policies why it does or does not apply to a request.
-    /// Nothing is counted.
+    /// Number of policies that [`explain`](Self::explain) explains, the first ones.
+    pub const MAX_EXPLAINED: usize = 1_000;
+
+    /// Explains for each policy why it does or does not apply to a request. Nothing is counted.
     pub fn explain(&self, attributes: &dyn Attributes) -> Vec<Explanation<'_>> {
         let path = attributes.get("path");
         let path = path.as_deref().map(|path| self.path_rules().matched(path)).transpose();
         self.iter()
-            .take(MAX_EXPLAINED)
+            .take(Self::MAX_EXPLAINED)
             .map(|policy| {
                 let (applies, reason) = match &path {
                     Ok(path) => policy.explain(&RequestValues::new(attributes, path.as_deref())),
