@@ -23,6 +23,7 @@ mod path;
 mod pattern;
 mod pipeline;
 mod query;
+mod refund_on;
 mod select;
 mod show_keys;
 mod value;
@@ -40,6 +41,7 @@ pub use limiter::{
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
+pub use refund_on::StatusSet;
 pub use select::{Policies, SelectError, Selection};
 pub use show_keys::ShowKeys;
 pub use value::decode_value;
@@ -148,6 +150,7 @@ pub struct Policy {
     on_store_failure: OnStoreFailure,
     /// `None`: by the attributes of the key.
     show_keys: Option<ShowKeys>,
+    refund_on: Option<Arc<StatusSet>>,
     overrides: HashMap<String, Quota>,
     attributes: AttributeNames,
     path_rules: PathRules,
@@ -273,6 +276,7 @@ impl Policy {
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
             show_keys: None,
+            refund_on: None,
             overrides: HashMap::new(),
             attributes: AttributeNames::default(),
             path_rules: PathRules::KEEP,
@@ -452,6 +456,12 @@ impl Policy {
     pub fn show_keys(&self) -> ShowKeys {
         let attributes = self.key.iter().map(KeySource::as_str);
         self.show_keys.unwrap_or_else(|| ShowKeys::default_for(attributes))
+    }
+
+    /// Returns the statuses of responses whose requests it refunds, if there are any.
+    #[must_use]
+    pub fn refund_on(&self) -> Option<&StatusSet> {
+        self.refund_on.as_deref()
     }
 
     /// Returns the number of keys with an override of the quota.

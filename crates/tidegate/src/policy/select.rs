@@ -453,7 +453,10 @@ impl Policy {
             };
             is_any || other.conditions.iter().any(is_same)
         };
-        self.mode == Mode::Enforce && counts_all && self.conditions.iter().all(covers)
+        self.mode == Mode::Enforce
+            && self.refund_on.is_none()
+            && counts_all
+            && self.conditions.iter().all(covers)
     }
 
     fn ambiguous(&self, source: &KeySource) -> SelectError {
