@@ -48,6 +48,9 @@ struct PolicyBody<'a> {
     mode: &'static str,
     on_store_failure: &'static str,
     show_keys: &'static str,
+    /// Statuses of responses whose requests the gateway refunds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    refund_on: Option<RefundOnBody>,
     overrides: Vec<OverrideBody>,
     override_count: usize,
     /// Whether a request has matched it since the start. Rules have no such field.
@@ -75,6 +78,12 @@ struct QuotaBody {
 enum CostBody<'a> {
     Fixed(u64),
     Attribute { attribute: &'a str, default: u64, max: u64 },
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+struct RefundOnBody {
+    /// Statuses such as `404`, and classes of them such as `2xx`.
+    status: Vec<String>,
 }
 
 /// Quota of one key.
@@ -110,6 +119,7 @@ impl<'a> PolicyBody<'a> {
             mode: policy.mode().as_str(),
             on_store_failure: policy.on_store_failure().as_str(),
             show_keys: policy.show_keys().as_str(),
+            refund_on: policy.refund_on().map(|set| RefundOnBody { status: set.iter().collect() }),
             overrides: overrides.into_iter().map(shown).collect(),
             override_count: policy.override_count(),
             matched: Some(metrics.has_matched(policy.name())),
@@ -142,6 +152,7 @@ impl<'a> PolicyBody<'a> {
             mode: mode.as_str(),
             on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
             show_keys: rule.show_keys().as_str(),
+            refund_on: None,
             overrides: Vec::new(),
             override_count: 0,
             matched: None,
