@@ -66,8 +66,10 @@ const DENIED: usize = 1;
 const SHADOW_DENIED: usize = 2;
 const MISSING_KEY: usize = 3;
 const NEAR_LIMIT: usize = 4;
+const REFUNDED: usize = 5;
+const REFUND_FAILED: usize = 6;
 /// Index of the first of the decisions of a fallback, by source.
-const FALLBACK: usize = 5;
+const FALLBACK: usize = 7;
 
 /// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
@@ -106,6 +108,11 @@ impl Outcomes {
         if units > 0 {
             self.0.add(NEAR_LIMIT, units);
         }
+    }
+
+    /// Counts a refund after a response.
+    pub fn count_refund(&self, succeeded: bool) {
+        self.0.add(if succeeded { REFUNDED } else { REFUND_FAILED }, 1);
     }
 
     pub fn count_source(&self, source: Source) {
@@ -221,6 +228,8 @@ impl Metrics {
         let sources = std::array::from_fn::<_, { FALLBACKS.len() }, _>(|index| {
             (format!(",source=\"{}\"", FALLBACKS[index]), FALLBACK + index)
         });
+        let refunds = [("success", REFUNDED), ("failure", REFUND_FAILED)]
+            .map(|(outcome, counter)| (format!(",outcome=\"{outcome}\""), counter));
         // Name, help, and each further label with its counter.
         #[rustfmt::skip]
         let families = [
@@ -230,6 +239,8 @@ impl Metrics {
                 &[(String::new(), MISSING_KEY)]),
             ("tidegate_near_limit_total",
                 "Units admitted near the limit, by policy.", &[(String::new(), NEAR_LIMIT)]),
+            ("tidegate_refunds_total",
+                "Refunds of the gateway after responses, by policy and outcome.", &refunds),
             ("tidegate_fallback_decisions_total",
                 "Decisions of the fallback during an outage of the store, by policy and source.",
                 &sources),
