@@ -62,6 +62,8 @@ pub struct Config {
     pub files: Vec<PathBuf>,
     /// Parts that are valid, but perhaps not as their author expects.
     pub warnings: Vec<ConfigWarning>,
+    /// Warnings that a gateway does not have, whose upstreams may be arguments.
+    pub warnings_without_gateway: Vec<ConfigWarning>,
     pub tls: Option<ListenerTls>,
     pub x_ratelimit_headers: bool,
     pub partition_keys: bool,
@@ -220,6 +222,10 @@ fn validate(
     let gateway = gateway::validate(document, folder, &raw.gateway)?;
     let (upstream_tls, ca) = gateway::upstream_tls(document, folder, &raw.gateway)?.unzip();
     files.extend(ca);
+    let warnings_without_gateway = match gateway.upstreams[..] {
+        [] => warning::of_refunds(document.name(), &policies, line),
+        _ => Vec::new(),
+    };
     files.extend(auth.files.iter().cloned());
     Ok(Config {
         listen,
@@ -231,6 +237,7 @@ fn validate(
         upstream_tls,
         files,
         warnings,
+        warnings_without_gateway,
         tls,
         x_ratelimit_headers: raw.headers.x_ratelimit.get(),
         partition_keys: raw.headers.partition_key.get(),

@@ -93,6 +93,20 @@ fn grouped(
     )]
 }
 
+/// Returns a warning for each policy that refunds by the response, which only a gateway sees.
+pub(crate) fn of_refunds(
+    file: &str,
+    policies: &Policies,
+    line: impl Fn(&str) -> Option<u64>,
+) -> Vec<ConfigWarning> {
+    let refunding = policies.iter().filter(|policy| policy.refund_on().is_some());
+    let wrong = "refund_on has no effect, so every request counts";
+    let found: Vec<_> = refunding.map(|policy| (policy.name(), wrong.to_owned())).collect();
+    let explanation = "only the gateway sees responses, and this file has no gateway.upstreams: \
+                       use `tidegate gateway`, or return units by POST /v1/refund";
+    grouped(file, line, &found, explanation)
+}
+
 /// Memory of an entry of a sliding log, in bytes.
 const LOG_ENTRY_BYTES: u64 = 16;
 /// Number of logs at their limit that should fit the memory of all logs.

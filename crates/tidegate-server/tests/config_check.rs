@@ -210,6 +210,51 @@ fn policies_that_may_not_limit_as_meant_are_warnings() {
     assert_eq!(text.matches("warning").count(), 1, "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
     assert_eq!(warnings(&guarded), "");
+    let only_failures = guarded.replace("window: 1s}\n", "window: 1s, refund_on: {status: 2xx}}\n");
+    assert!(warnings(&only_failures).contains("leaves out header"), "it does not limit successes");
+}
+
+#[test]
+fn statuses_that_cannot_be_refunded_are_errors() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let status = "is not a status: write one from 100 to 599, such as 404, or a class of them, \
+                  such as 2xx";
+    let named = "must be fields, each as `name: value`";
+    for (refund_on, column, message) in [
+        ("{status: [2xx, 600]}", 25, format!("\"600\" {status}")),
+        ("{status: [0xx]}", 25, format!("\"0xx\" {status}")),
+        ("{status: ok}", 25, format!("\"ok\" {status}")),
+        ("{status: 99}", 25, format!("\"99\" {status}")),
+        ("{status: []}", 25, "refund_on has no status: write some, such as [2xx, 3xx]".to_owned()),
+        ("{}", 16, "missing field `status`".to_owned()),
+        ("{statuses: [2xx]}", 17, "did you mean `status`?".to_owned()),
+        ("[2xx]", 16, named.to_owned()),
+        ("2xx", 16, named.to_owned()),
+    ] {
+        let text =
+            format!("policies:\n- name: a\n  limit: 1\n  window: 1s\n  refund_on:   {refund_on}\n");
+        let (code, found) = check(&file, &text);
+        let place = (code, &found["line"], &found["column"]);
+        assert_eq!(place, (Some(2), &json!(5), &json!(column)), "{refund_on}: {found}");
+        let text = found["message"].as_str().expect("a message");
+        assert!(text.contains(&message), "{refund_on}: {found}");
+    }
+    for good in ["{status: 404}", "{status: [2xx, '3XX', 404, '500']}", "{status: 1xx}", "null"] {
+        let text = format!("policies: [{{name: a, limit: 1, window: 1s, refund_on: {good}}}]\n");
+        assert_eq!(check(&file, &text).0, Some(0), "{good}");
+    }
+}
+
+#[test]
+fn refund_without_a_gateway_is_a_warning() {
+    let policies = "policies:\n  - {name: a, limit: 1, window: 1s, refund_on: {status: 2xx}}\n";
+    let text = warnings(policies);
+    let expected = "tidegate.yaml:2: policy \"a\": refund_on has no effect, so every request counts; \
+                    only the gateway sees responses, and this file has no gateway.upstreams";
+    assert!(text.contains(expected), "{text}");
+    let gateway = "gateway: {upstreams: ['http://127.0.0.1:3000']}\n";
+    assert_eq!(warnings(&format!("{gateway}{policies}")), "");
 }
 
 #[test]

@@ -67,8 +67,10 @@ const SHADOW_DENIED: usize = 2;
 const MISSING_KEY: usize = 3;
 const NEAR_LIMIT: usize = 4;
 const OTHER_LIMIT: usize = 5;
+const REFUNDED: usize = 6;
+const REFUND_FAILED: usize = 7;
 /// Index of the first of the decisions of a fallback, by source.
-const FALLBACK: usize = 6;
+const FALLBACK: usize = 8;
 
 /// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
@@ -112,6 +114,11 @@ impl Outcomes {
         if units > 0 {
             self.0.add(NEAR_LIMIT, units);
         }
+    }
+
+    /// Counts a refund after a response.
+    pub fn count_refund(&self, succeeded: bool) {
+        self.0.add(if succeeded { REFUNDED } else { REFUND_FAILED }, 1);
     }
 
     pub fn count_source(&self, source: Source) {
@@ -227,6 +234,8 @@ impl Metrics {
         let sources = std::array::from_fn::<_, { FALLBACKS.len() }, _>(|index| {
             (format!(",source=\"{}\"", FALLBACKS[index]), FALLBACK + index)
         });
+        let refunds = [("success", REFUNDED), ("failure", REFUND_FAILED)]
+            .map(|(outcome, counter)| (format!(",outcome=\"{outcome}\""), counter));
         // Name, help, and each further label with its counter.
         #[rustfmt::skip]
         let families = [
@@ -239,6 +248,8 @@ impl Metrics {
                 &[(String::new(), OTHER_LIMIT)]),
             ("tidegate_near_limit_total",
                 "Units admitted near the limit, by policy.", &[(String::new(), NEAR_LIMIT)]),
+            ("tidegate_refunds_total",
+                "Refunds of the gateway after responses, by policy and outcome.", &refunds),
             ("tidegate_fallback_decisions_total",
                 "Decisions of the fallback during an outage of the store, by policy and source.",
                 &sources),

@@ -165,6 +165,12 @@ impl Observer for DecisionObserver {
         }
     }
 
+    fn refunded(&self, policy: &str, succeeded: bool) {
+        if let Some(outcomes) = self.outcomes.get(policy) {
+            outcomes.count_refund(succeeded);
+        }
+    }
+
     fn key_missing(&self, policy: &Policy) {
         if let Some(outcomes) = self.outcomes.get(policy.name()) {
             outcomes.count_missing_key();

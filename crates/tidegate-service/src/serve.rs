@@ -63,7 +63,12 @@ pub async fn serve(
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
     let addresses = [("http", listen.http.clone()), ("grpc", listen.grpc.clone())];
     let guard = Arc::new(BrowserGuard::of_api(&listen.allowed_hosts));
-    let warn = Box::new(move |config: &Config| warn_about_open_listeners(&addresses, config));
+    let warn = Box::new(move |config: &Config| {
+        warn_about_open_listeners(&addresses, config);
+        for warning in &config.warnings_without_gateway {
+            tracing::warn!("{warning}");
+        }
+    });
     let service = Service::start(config, source, Hooks { warn, check_redis }).await?;
     listen.admin = service.admin_address.clone();
     listen.resp = service.resp_address.clone();

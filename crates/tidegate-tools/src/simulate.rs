@@ -37,6 +37,11 @@ pub trait TrafficRequest: Attributes + Sync {
 
     /// Returns the cost, if the request names one.
     fn cost(&self) -> Option<u64>;
+
+    /// Returns the status of the response, if it is known.
+    fn status(&self) -> Option<u16> {
+        None
+    }
 }
 
 /// Configuration to simulate, with its name in the output.

@@ -367,8 +367,16 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
         self.with(|shared| shared.exempt_preflight = true)
     }
 
-    /// Refunds a request if its response has such a status. A gRPC status in the headers counts as
-    /// the corresponding HTTP status; an error of the service without a response counts as 500.
+    /// Refunds a request if its response has such a status, besides the policies that have a
+    /// [`refund_on`](crate::PolicyBuilder::refund_on) of their own.
+    ///
+    /// A gRPC call has its status in the headers or, after its messages, in the trailers; it counts
+    /// as the corresponding HTTP status. An error of the service without a response counts as 500.
+    /// A request that is dropped before its response is not refunded.
+    ///
+    /// The response follows the refund, which has the timeout of a query, so that the client's next
+    /// request sees the refund; the trailers of a gRPC call do not wait. The headers of the response
+    /// are those of the charge, without the refund.
     ///
     /// Units that no longer count when the response is there (the bucket has drained, the window
     /// has passed) are not refunded: they would be those of other requests.

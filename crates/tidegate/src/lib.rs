@@ -230,7 +230,7 @@ pub use policy::{
     Enforcement, Explanation, KeySource, MissingKey, Mode, Observer, PathError, PathRules,
     PathSpelling, Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError,
     PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query, QueryError, SelectError, Selection,
-    ShowKeys, TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
+    ShowKeys, StatusSet, TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "redis")]

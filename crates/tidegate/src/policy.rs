@@ -2,8 +2,7 @@
 //! [`PolicyLimiter`]: the decision pipeline behind every front door.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
-use std::hash::BuildHasher;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,6 +13,7 @@ use crate::enum_names::enum_names;
 use crate::key::Key;
 use crate::quota::Quota;
 
+mod attributes;
 mod builder;
 mod condition;
 mod decisions;
@@ -29,10 +29,12 @@ mod pattern;
 mod pipeline;
 mod query;
 mod quotas;
+mod refund_on;
 mod select;
 mod show_keys;
 mod value;
 
+pub use attributes::Attributes;
 pub use builder::{PolicyBuilder, PolicyPart};
 use condition::{Condition, ReadRules};
 pub use decisions::{PolicyDecision, PolicyDecisions};
@@ -48,6 +50,7 @@ pub use limiter::{
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 pub use query::{Enforcement, PreparedCharge, Query};
 use quotas::{Quotas, ValueQuotas};
+pub use refund_on::StatusSet;
 pub use select::{Policies, SelectError, Selection};
 pub use show_keys::ShowKeys;
 pub use value::decode_value;
@@ -57,73 +60,6 @@ pub(crate) use value::trimmed;
 /// Number of bits by which the addresses of IPv6 clients count together, as in
 /// [`ClientIp`](crate::ClientIp).
 const DEFAULT_IPV6_PREFIX: u8 = 64;
-
-/// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
-/// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which
-/// [`PolicyBuilder::attributes`] declares.
-///
-/// Maps from `String` to `String` implement it. Implement it for a request type of your own, so
-/// that only the attributes that a policy uses are read:
-///
-/// ```
-/// use std::borrow::Cow;
-/// use std::time::Duration;
-/// use tidegate::{Attributes, Policy, Quota};
-///
-/// struct Job {
-///     tenant: String,
-/// }
-///
-/// impl Attributes for Job {
-///     fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-///         match name {
-///             "tenant" => Some(Cow::from(&self.tenant)),
-///             _ => None,
-///         }
-///     }
-/// }
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
-/// let policy =
-///     Policy::builder("per-tenant", quota).attributes(["tenant"]).key(["tenant"]).build()?;
-/// let job = Job { tenant: "acme".to_owned() };
-/// assert_eq!(policy.select(&job, None)?.charges[0].key(), Some("acme"));
-/// # Ok(())
-/// # }
-/// ```
-///
-/// A front door for HTTP must normalize `path` and `host` by [`normalize_path`] and
-/// [`normalize_host`], as `layer::RequestParts` (feature `tower`) does.
-pub trait Attributes {
-    /// Returns the value of this attribute, if the request has it.
-    fn get(&self, name: &str) -> Option<Cow<'_, str>>;
-
-    /// Returns whether the request has several different values of this attribute, of which the
-    /// application may read another one than [`get`](Self::get) returns. Such a request is an error
-    /// for a policy that uses the attribute.
-    fn is_ambiguous(&self, _name: &str) -> bool {
-        false
-    }
-
-    /// Returns whether `ip` was read although the address of the peer is unknown. Such a request is
-    /// an error, because failing open would silently disable the limit.
-    fn lacks_peer(&self) -> bool {
-        false
-    }
-}
-
-impl Attributes for BTreeMap<String, String> {
-    fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        BTreeMap::get(self, name).map(|value| Cow::Borrowed(value.as_str()))
-    }
-}
-
-impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
-    fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        HashMap::get(self, name).map(|value| Cow::Borrowed(value.as_str()))
-    }
-}
 
 /// Named limit: the requests that it applies to, the key that it counts by, its quota and its
 /// failure mode.
@@ -162,6 +98,7 @@ pub struct Policy {
     on_store_failure: OnStoreFailure,
     /// `None`: by the attributes of the key.
     show_keys: Option<ShowKeys>,
+    refund_on: Option<Arc<StatusSet>>,
     attributes: AttributeNames,
     rules: ReadRules,
     /// Whether a request without the key has been logged. Clones share it.
@@ -265,6 +202,7 @@ impl Policy {
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
             show_keys: None,
+            refund_on: None,
             attributes: AttributeNames::default(),
             rules: ReadRules { path: PathRules::KEEP, ipv6_prefix: DEFAULT_IPV6_PREFIX },
             missing_key_logged: Arc::default(),
@@ -500,6 +438,12 @@ impl Policy {
     pub fn show_keys(&self) -> ShowKeys {
         let attributes = self.key.iter().map(KeySource::as_str);
         self.show_keys.unwrap_or_else(|| ShowKeys::default_for(attributes))
+    }
+
+    /// Returns the statuses of responses whose requests it refunds, if there are any.
+    #[must_use]
+    pub fn refund_on(&self) -> Option<&StatusSet> {
+        self.refund_on.as_deref()
     }
 
     /// Iterates over the keys and networks with an override, and their quotas.

@@ -14,7 +14,7 @@ use tidegate::{
 };
 
 use super::limits::RawLimits;
-use super::schema::{add_policy_rules, conditions, exemptions, key_attributes, texts};
+use super::schema::{add_policy_rules, conditions, exemptions, key_attributes, statuses, texts};
 use crate::yaml::{Bounded, ConfigError, Document, Flag, duration, whole};
 
 /// A limit, a burst or a cost.
@@ -87,6 +87,9 @@ pub struct RawPolicy {
     /// header.authorization, header.x-api-key and cookies.
     #[schemars(with = "Option<ShowKeys>")]
     show_keys: Option<Spanned<String>>,
+    /// Returns the units when the response has one of these statuses. Only the gateway and the
+    /// Tower layer see responses.
+    refund_on: Option<RawRefundOn>,
     /// Other limits for some keys.
     #[serde(default)]
     overrides: Vec<Override>,
@@ -172,6 +175,9 @@ impl RawPolicy {
         if let Some(show_keys) = &raw.show_keys {
             policy = policy.show_keys(parse_name(document, show_keys)?);
         }
+        if let Some(refund_on) = &raw.refund_on {
+            policy = policy.refund_on(refund_on.status.value.texts());
+        }
         for entry in &raw.overrides {
             let window = entry.window.as_ref().unwrap_or(&raw.window);
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
@@ -185,6 +191,9 @@ impl RawPolicy {
         }
         policy.build_parts().map_err(|(part, error)| {
             let message = error.to_string();
+            if let (PolicyPart::RefundOn, Some(refund_on)) = (part, &raw.refund_on) {
+                return document.error_at(&refund_on.status, &message);
+            }
             match (part, &raw.key, &raw.cost) {
                 (PolicyPart::Match(index), ..) => {
                     document.error_at(&raw.matches.0[index].1, &message)
@@ -308,6 +317,16 @@ fn policy_failure(
         let error = UnknownName::new("on_store_failure", &text.value, &names);
         document.unknown_name_at(text, &error.to_string())
     })
+}
+
+/// Responses whose requests are refunded.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "RefundOn")]
+struct RawRefundOn {
+    /// Statuses such as 404, or classes of them such as 2xx: one, or a list.
+    #[schemars(schema_with = "statuses")]
+    status: Spanned<OneOrMany>,
 }
 
 /// Another limit for one key.

@@ -23,6 +23,17 @@ pub(crate) fn texts(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
+/// Returns the schema of a status, a class of statuses, or a list of them, at least one.
+pub(crate) fn statuses(_: &mut SchemaGenerator) -> Schema {
+    let status = json!({
+        "type": ["string", "integer"],
+        "pattern": "^[1-5]([0-9]{2}|xx|XX)$",
+        "minimum": 100,
+        "maximum": 599
+    });
+    json_schema!({"anyOf": [status, {"type": "array", "items": status, "minItems": 1}]})
+}
+
 /// Returns the schema of the attributes of a key.
 pub(crate) fn key_attributes(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": ["string", "array"], "items": {"type": TEXT_TYPES}})

@@ -27,6 +27,8 @@ mod http2;
 mod load;
 /// Informational responses, trailers and many headers.
 mod messages;
+/// Units that are returned by the status of the response.
+mod refunds;
 /// Requests that are sent again on another connection.
 mod retries;
 /// Choices by a seed.

@@ -126,6 +126,20 @@ fn idempotent_requests_survive_a_keep_alive_close() {
 }
 
 #[test]
+fn retried_request_is_refunded_by_its_last_response() {
+    let upstream = ClosingUpstream::start(Close::Read);
+    let policy = "policies: [{name: p, limit: 1, window: 1h, refund_on: {status: [2xx]}}]\n";
+    let gateway = Service::gateway(policy, &[&upstream.url]);
+    for turn in 0..20 {
+        let response = request(&gateway.http, "GET", "/", &[], b"");
+        assert_eq!(response.status, 200, "{turn}");
+    }
+    assert!(retries(&gateway) > 0);
+    let refunds = "tidegate_refunds_total{policy=\"p\",outcome=\"success\"} 20\n";
+    assert!(gateway.admin("/metrics").body.contains(refunds), "one refund per request");
+}
+
+#[test]
 fn requests_that_may_have_run_are_sent_once() {
     for (close, method, body) in [
         (Close::Unread, "POST", &b""[..]),

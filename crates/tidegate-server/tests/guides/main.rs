@@ -32,7 +32,7 @@ const PAGES: [Page; 18] = [
     page("docs/http-api.md", 20, ""),
     page("docs/redis-clients.md", 2, ""),
     page("docs/monitoring.md", 3, SERVICE),
-    page("docs/gateway.md", 1, ""),
+    page("docs/gateway.md", 7, ""),
     page("docs/proxies.md", 8, ""),
     page("docs/migrating.md", 7, ""),
     page("docs/configuration.md", 1, ""),

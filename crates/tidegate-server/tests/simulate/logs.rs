@@ -104,6 +104,54 @@ policies:
 }
 
 #[test]
+fn requests_are_refunded_by_the_status_of_their_line() {
+    let folder = Folder::new();
+    let config = "
+policies:
+  - {name: logins, key: [ip], limit: 2, window: 1m, refund_on: {status: [2xx, 302]}}
+  - {name: all, limit: 100, window: 1m}
+";
+    let config = folder.write("tidegate.yaml", config);
+    let statuses = ["200", "401", "302", "204", "401", "301", "200"];
+    let lines = |line: &dyn Fn(usize, &str) -> String| -> String {
+        statuses.iter().enumerate().map(|(second, status)| line(second, status)).collect()
+    };
+    let combined = lines(&|second, status| {
+        let time = format!("16/Nov/2026:07:44:0{second} +0000");
+        format!("203.0.113.9 - - [{time}] \"POST /login HTTP/1.1\" {status} 5 \"-\" \"-\"\n")
+    });
+    let json = |name: &str, quote: &str| {
+        lines(&|second, status| {
+            format!(
+                "{{\"ts\":179481504{second},\"remote_addr\":\"203.0.113.9\",\"method\":\"POST\",\
+                 \"target\":\"/login\",\"{name}\":{quote}{status}{quote}}}\n"
+            )
+        })
+    };
+    let csv = lines(&|second, status| format!("179481504{second},203.0.113.9,{status}\n"));
+    for text in [
+        combined,
+        json("status", ""),
+        json("status", "\""),
+        json("DownstreamStatus", ""),
+        format!("time,ip,status\n{csv}"),
+    ] {
+        let log = folder.write("access.log", &text);
+        let found = report(&["--access-log", &log, "--config", &config]);
+        // The two failures use up the limit.
+        assert_eq!(found["variants"][0]["admitted"], 5, "{text}{found}");
+        assert_eq!(found["variants"][0]["denied"], 2, "{text}{found}");
+        let logins = policy(&found);
+        assert_eq!((&logins["over_admitted"], &logins["under_admitted"]), (&json!(0), &json!(0)));
+        assert_eq!(logins["worst_window"]["units"], 2, "{text}");
+        assert_eq!(found["lines"]["ignored_columns"], json!([]), "{text}");
+    }
+    let unknown = folder.write("access.log", json("other", ""));
+    let found = report(&["--access-log", &unknown, "--config", &config]);
+    assert_eq!(found["variants"][0]["admitted"], 2, "without a status, every request counts");
+}
+
+#[test]
 fn bad_lines_are_counted_with_examples_and_end_a_strict_run() {
     let folder = Folder::new();
     let good = combined("203.0.113.9", 5, "/");

@@ -151,6 +151,7 @@ export interface Policy {
   /** Whether a request has matched it since the start; absent for a rule of Envoy. */
   matched?: boolean;
   count_denied?: boolean | null;
+  refund_on?: {status: string[]} | null;
 }
 
 export interface LookupResult {

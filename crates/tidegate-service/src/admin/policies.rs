@@ -54,6 +54,9 @@ struct PolicyBody<'a> {
     mode: &'static str,
     on_store_failure: &'static str,
     show_keys: &'static str,
+    /// Statuses of responses whose requests the gateway refunds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    refund_on: Option<RefundOnBody>,
     overrides: Vec<OverrideBody>,
     override_count: usize,
     /// Limits by the value of an attribute; `limit` is that of all others.
@@ -106,6 +109,12 @@ enum CostBody<'a> {
     Attribute { attribute: &'a str, default: u64, max: u64 },
 }
 
+#[derive(Serialize, utoipa::ToSchema)]
+struct RefundOnBody {
+    /// Statuses such as `404`, and classes of them such as `2xx`.
+    status: Vec<String>,
+}
+
 /// Quota of one key.
 #[derive(Serialize, utoipa::ToSchema)]
 struct OverrideBody {
@@ -145,6 +154,7 @@ impl<'a> PolicyBody<'a> {
             mode: policy.mode().as_str(),
             on_store_failure: policy.on_store_failure().as_str(),
             show_keys: policy.show_keys().as_str(),
+            refund_on: policy.refund_on().map(|set| RefundOnBody { status: set.iter().collect() }),
             overrides: overrides.into_iter().map(shown).collect(),
             override_count,
             limits,
@@ -179,6 +189,7 @@ impl<'a> PolicyBody<'a> {
             mode: mode.as_str(),
             on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
             show_keys: rule.show_keys().as_str(),
+            refund_on: None,
             overrides: Vec::new(),
             override_count: 0,
             limits: None,

@@ -111,7 +111,8 @@ fn warnings(config: &Config, file: &Path) -> Vec<ConfigWarning> {
         line: None,
         message,
     });
-    config.warnings.iter().cloned().chain(others).collect()
+    let of_file = config.warnings.iter().chain(&config.warnings_without_gateway);
+    of_file.cloned().chain(others).collect()
 }
 
 /// Returns a number with its noun, such as "1 policy" or "2 policies".

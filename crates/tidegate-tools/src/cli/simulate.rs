@@ -269,7 +269,10 @@ impl TrafficFlags {
             });
             decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
         })?;
-        let is_unknown = |name: &&String| known.policies.check_attribute(name).is_err();
+        let refunds = known.policies.iter().any(|policy| policy.refund_on().is_some());
+        let is_unknown = |name: &&String| {
+            known.policies.check_attribute(name).is_err() && !(refunds && *name == "status")
+        };
         traffic.ignored_columns = lines.other_columns.iter().filter(is_unknown).cloned().collect();
         traffic.lines = Some(lines);
         Ok(simulation.into_report(traffic))

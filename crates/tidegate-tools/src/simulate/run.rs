@@ -84,6 +84,14 @@ impl VariantRun {
             self.counts.start(now, &self.limiter);
         }
         self.counts.record(now, &result);
+        // The time of the response is unknown: it follows its request at once.
+        if let (Ok(decisions), Some(status)) = (&result, request.status()) {
+            let refunds = decisions.refunded_on(status);
+            if !refunds.is_empty() {
+                let _ = self.limiter.refund(&refunds).now_or_never();
+                self.counts.refund(&refunds);
+            }
+        }
         result
     }
 }
@@ -128,6 +136,15 @@ impl RunCounts {
             }
         }
         self.shadow_denied += u64::from(shadow_denied);
+    }
+
+    /// Takes refunded units out of the exact logs.
+    fn refund(&mut self, refunds: &PolicyDecisions<'_>) {
+        for entry in refunds.iter().filter(|entry| !entry.is_denied()) {
+            if let Some(index) = self.by_name.get(entry.policy()) {
+                self.policies[*index].refund(entry);
+            }
+        }
     }
 
     #[cold]

@@ -85,6 +85,14 @@ impl ExactWindow {
         self.units
     }
 
+    /// Takes units out of the last admission.
+    fn refund(&mut self, units: u64) {
+        if let Some((_, sum)) = self.admissions.back_mut() {
+            *sum -= units;
+            self.units -= units;
+        }
+    }
+
     pub(super) fn admit(&mut self, now: u64, units: u64) {
         self.units += units;
         match self.admissions.back_mut() {
@@ -170,6 +178,13 @@ impl PolicyTally {
         tally.expires_at = expires_at;
         if quota.algorithm() == Algorithm::SlidingLog {
             self.live_entries.extend(now, 0, now.saturating_add(window));
+        }
+    }
+
+    /// Takes the last admission out of the exact log, because it is refunded.
+    pub(super) fn refund(&mut self, entry: &PolicyDecision<'_>) {
+        if let Some(tally) = entry.key().and_then(|key| self.keys.get_mut(key)) {
+            tally.window.refund(entry.cost());
         }
     }
 

@@ -1,9 +1,11 @@
 //! [`Body`]: that of the inner service, or of a response of the layer.
 
+use std::fmt;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
+use http::HeaderMap;
 use http_body::{Frame, SizeHint};
 use pin_project_lite::pin_project;
 
@@ -52,7 +54,17 @@ pin_project! {
     #[derive(Debug)]
     enum Kind<B> {
         Service { #[pin] body: B },
+        Call { #[pin] body: B, on_trailers: Option<OnTrailers> },
         Layer { bytes: Bytes },
+    }
+}
+
+/// Closure that is called with the trailers of a body, before they are sent.
+pub(super) struct OnTrailers(pub(super) Box<dyn FnOnce(&HeaderMap) + Send + Sync>);
+
+impl fmt::Debug for OnTrailers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnTrailers")
     }
 }
 
@@ -68,6 +80,11 @@ impl<B> Body<B> {
         Self { kind: Kind::Service { body } }
     }
 
+    /// Creates the body of a gRPC call, whose status is in its trailers.
+    pub(super) fn of_call(body: B, on_trailers: OnTrailers) -> Self {
+        Self { kind: Kind::Call { body, on_trailers: Some(on_trailers) } }
+    }
+
     pub(super) fn of_layer(bytes: Bytes) -> Self {
         Self { kind: Kind::Layer { bytes } }
     }
@@ -75,7 +92,7 @@ impl<B> Body<B> {
     /// Returns the length of a body of the layer.
     pub(super) fn layer_length(&self) -> Option<usize> {
         match &self.kind {
-            Kind::Service { .. } => None,
+            Kind::Service { .. } | Kind::Call { .. } => None,
             Kind::Layer { bytes } => Some(bytes.len()),
         }
     }
@@ -95,6 +112,16 @@ where
     ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
         match self.project().kind.project() {
             Projected::Service { body } => body.poll_frame(context),
+            Projected::Call { body, on_trailers } => {
+                let frame = ready!(body.poll_frame(context));
+                if let Some(Ok(frame)) = &frame
+                    && let Some(trailers) = frame.trailers_ref()
+                    && let Some(OnTrailers(on_trailers)) = on_trailers.take()
+                {
+                    on_trailers(trailers);
+                }
+                Poll::Ready(frame)
+            }
             Projected::Layer { bytes } if bytes.is_empty() => Poll::Ready(None),
             Projected::Layer { bytes } => {
                 Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes).into()))))
@@ -104,14 +131,14 @@ where
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            Kind::Service { body } => body.is_end_stream(),
+            Kind::Service { body } | Kind::Call { body, .. } => body.is_end_stream(),
             Kind::Layer { bytes } => bytes.is_empty(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            Kind::Service { body } => body.size_hint(),
+            Kind::Service { body } | Kind::Call { body, .. } => body.size_hint(),
             Kind::Layer { bytes } => SizeHint::with_exact(bytes.len() as u64),
         }
     }

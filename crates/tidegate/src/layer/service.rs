@@ -11,7 +11,7 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use tokio::runtime::Handle;
 use tower_service::Service;
 
-use super::body::Body;
+use super::body::{Body, OnTrailers};
 use super::future::ResponseFuture;
 use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
@@ -208,12 +208,34 @@ where
         ready.call(Request::from_parts(parts, body)).await
     };
     let result = result.await;
-    if shared.refunds(&result) {
-        refund(shared, snapshot, decisions.clone()).await;
+    let status = status_of(&result);
+    if let Some(refunds) = status.and_then(|status| shared.refunds(&decisions, status)) {
+        refund(shared, snapshot, refunds).await;
     }
     let mut response = result?;
     shared.headers(snapshot, &decisions).add_to(response.headers_mut());
-    Ok(response.map(Body::of_service))
+    if status.is_some() || (shared.refund_on.is_none() && !decisions.awaits_status()) {
+        return Ok(response.map(Body::of_service));
+    }
+    let (shared, snapshot) = (Arc::clone(shared), snapshot.clone());
+    let decisions = decisions.into_owned();
+    let on_trailers = OnTrailers(Box::new(move |trailers| {
+        let status = grpc::http_status(trailers);
+        let refunds = status.and_then(|status| shared.refunds(&decisions, status));
+        if let (Some(refunds), Ok(runtime)) = (refunds, Handle::try_current()) {
+            runtime.spawn(async move { shared.limiter.refund(&snapshot, &refunds).await });
+        }
+    }));
+    Ok(response.map(|body| Body::of_call(body, on_trailers)))
+}
+
+/// Returns the status by which to refund a request; `None` for a gRPC call that has it in its
+/// trailers. An error without a response counts as a status of 500.
+fn status_of<R, E>(result: &Result<Response<R>, E>) -> Option<StatusCode> {
+    let Ok(response) = result else { return Some(StatusCode::INTERNAL_SERVER_ERROR) };
+    let (status, headers) = (response.status(), response.headers());
+    let is_grpc = status == StatusCode::OK && grpc::is_grpc(headers);
+    if is_grpc { grpc::http_status(headers) } else { Some(status) }
 }
 
 /// Removes the body of the layer's own response to a HEAD request. Over HTTP/2, hyper would send
@@ -233,7 +255,10 @@ impl<G: RequestLimiter> LayerState<G> {
     /// Returns whether the request is admitted, and only its headers are left to be added: it has
     /// not to wait for its turn, and will not be refunded.
     fn is_admission(&self, decisions: &PolicyDecisions<'_>) -> bool {
-        self.refund_on.is_none() && decisions.is_allowed() && decisions.delay().is_zero()
+        self.refund_on.is_none()
+            && decisions.is_allowed()
+            && decisions.delay().is_zero()
+            && !decisions.awaits_status()
     }
 
     /// Returns the decisions of a request that is admitted, or the response to any other.
@@ -262,14 +287,17 @@ impl<G: RequestLimiter> LayerState<G> {
         self.responses.headers(decisions, self.limiter.header_switches(snapshot))
     }
 
-    /// Returns whether to refund the request. An error without a response counts as a status of
-    /// 500.
-    fn refunds<R, E>(&self, result: &Result<Response<R>, E>) -> bool {
-        self.refund_on.as_ref().is_some_and(|refund_on| {
-            refund_on(result.as_ref().map_or(StatusCode::INTERNAL_SERVER_ERROR, |response| {
-                grpc::http_status(response.headers()).unwrap_or(response.status())
-            }))
-        })
+    /// Returns the decisions to refund after a response with this status, if there are any.
+    fn refunds<'a>(
+        &self,
+        decisions: &PolicyDecisions<'a>,
+        status: StatusCode,
+    ) -> Option<PolicyDecisions<'a>> {
+        let refunds = match &self.refund_on {
+            Some(refund_on) if refund_on(status) => decisions.clone(),
+            _ => decisions.refunded_on(status.as_u16()),
+        };
+        Some(refunds).filter(|refunds| !refunds.is_empty())
     }
 }
 

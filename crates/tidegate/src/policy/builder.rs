@@ -1,8 +1,10 @@
 //! [`PolicyBuilder`]: collects the parts of a policy in any order and validates them at the end.
 
+use std::sync::Arc;
+
 use super::{
     AttributeNames, Cost, DEFAULT_IPV6_PREFIX, MissingKey, Mode, PathRules, Policy, PolicyError,
-    ShowKeys,
+    ShowKeys, StatusSet,
 };
 use crate::charge::OnStoreFailure;
 use crate::quota::Quota;
@@ -49,6 +51,7 @@ pub struct PolicyBuilder {
     mode: Mode,
     on_store_failure: OnStoreFailure,
     show_keys: Option<ShowKeys>,
+    refund_on: Option<Vec<String>>,
 }
 
 /// Part of a policy that is invalid.
@@ -70,6 +73,8 @@ pub enum PolicyPart {
     Limits,
     /// The cost.
     Cost,
+    /// The statuses of responses whose requests are refunded.
+    RefundOn,
 }
 
 fn strings(texts: impl IntoIterator<Item = impl Into<String>>) -> Vec<String> {
@@ -95,6 +100,7 @@ impl PolicyBuilder {
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
             show_keys: None,
+            refund_on: None,
         }
     }
 
@@ -266,12 +272,41 @@ impl PolicyBuilder {
         self
     }
 
+    /// Returns the units of a request when its response has one of these statuses: `404`, or a
+    /// class such as `2xx`. Units are taken before the request and returned after it, so that
+    /// parallel requests cannot exceed the limit together:
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tidegate::{Policy, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// // Only failed logins count.
+    /// let quota = Quota::sliding_log(5, Duration::from_secs(60))?;
+    /// let logins = Policy::builder("failed-logins", quota)
+    ///     .matches("path", ["/login"])
+    ///     .key(["ip"])
+    ///     .refund_on(["2xx", "3xx"])
+    ///     .build()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The Tower layer (feature `tower`) and the gateway do this. A caller of a
+    /// [`PolicyLimiter`](crate::PolicyLimiter), which does not know the response, does it by
+    /// [`PolicyDecisions::refunded_on`](crate::PolicyDecisions::refunded_on).
+    pub fn refund_on(mut self, statuses: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.refund_on = Some(strings(statuses));
+        self
+    }
+
     /// Validates the parts and creates the policy.
     ///
     /// # Errors
     ///
     /// The first invalid part: the name, an attribute that is unknown or malformed, a condition
-    /// without patterns, a key with two overrides, or a cost that no quota could admit.
+    /// without patterns, a key with two overrides, a cost that no quota could admit, or
+    /// a text that is not a status.
     pub fn build(self) -> Result<Policy, PolicyError> {
         self.build_parts().map_err(|(_, error)| error)
     }
@@ -307,6 +342,8 @@ impl PolicyBuilder {
         policy.set_mode(self.mode);
         policy.set_on_store_failure(self.on_store_failure);
         policy.show_keys = self.show_keys;
+        let statuses = self.refund_on.map(|texts| StatusSet::new(&texts)).transpose();
+        policy.refund_on = statuses.map_err(of(PolicyPart::RefundOn))?.map(Arc::new);
         Ok(policy)
     }
 }

@@ -231,6 +231,24 @@ impl<'a> PolicyDecisions<'a> {
         PolicyDecisions { asked_at: self.asked_at, entries }
     }
 
+    /// Returns the decisions of the policies that [refund](super::PolicyBuilder::refund_on) a
+    /// request whose response has this status, for
+    /// [`PolicyLimiter::refund`](crate::PolicyLimiter::refund). Empty for a denied request.
+    pub fn refunded_on(&self, status: u16) -> Self {
+        let refunds = |entry: &&PolicyDecision<'_>| {
+            entry.charge.refund_on().is_some_and(|statuses| statuses.contains(status))
+        };
+        let is_allowed = self.is_allowed();
+        let entries = self.entries.iter().filter(|entry| is_allowed && refunds(entry)).cloned();
+        Self { asked_at: self.asked_at, entries: Entries::Several(entries.collect()) }
+    }
+
+    /// Returns whether a status may refund the request.
+    #[cfg(feature = "tower")]
+    pub(crate) fn awaits_status(&self) -> bool {
+        self.entries.iter().any(|entry| entry.charge.refund_on().is_some())
+    }
+
     /// Iterates over the charges that return the units of this request, as far as any of them still
     /// count at `now`.
     pub(super) fn refunds(&self, now: Timestamp) -> impl Iterator<Item = Charge<'_>> {
@@ -270,8 +288,8 @@ pub(super) fn is_denied(entries: &[PolicyDecision<'_>]) -> bool {
 impl<'a> PolicyDecision<'a> {
     #[inline]
     pub(super) fn new(charge: PreparedCharge<'a>, position: usize) -> Self {
-        let decided = charge.fixed.is_some();
-        let fixed = charge.fixed.as_deref().map(|fixed| fixed.decision);
+        let fixed = charge.fixed().map(|fixed| fixed.decision);
+        let decided = fixed.is_some();
         let decision = fixed.unwrap_or(Decision::allow(0, 0));
         Self { charge, decision, decided, rejected: decided, position }
     }
@@ -304,7 +322,7 @@ impl<'a> PolicyDecision<'a> {
     /// an attribute of the policy's key, such as `header.x-user-id`.
     #[must_use]
     pub fn missing_key(&self) -> Option<&str> {
-        self.charge.fixed.as_ref()?.missing_key.as_deref()
+        self.charge.fixed()?.missing_key.as_deref()
     }
 
     /// Returns the quota; `None` for a limit of 0.

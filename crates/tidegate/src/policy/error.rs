@@ -69,6 +69,15 @@ pub enum PolicyError {
     /// The cost is 0.
     #[error("cost 0 takes nothing: a cost is at least 1")]
     ZeroCost,
+    /// The list of statuses is empty.
+    #[error("refund_on has no status: write some, such as [2xx, 3xx]")]
+    NoStatus,
+    /// A text is neither a status nor a class of statuses.
+    #[error(
+        "{0:?} is not a status: write one from 100 to 599, such as 404, or a class of them, \
+         such as 2xx"
+    )]
+    Status(String),
     /// The name of an attribute is unknown or malformed.
     #[error(transparent)]
     Attribute(#[from] AttributeError),

@@ -167,6 +167,11 @@ pub trait Observer: Send + Sync {
         let _ = (action, error);
     }
 
+    /// Called once per limit whose units [`PolicyLimiter::refund`] returned, or failed to return.
+    fn refunded(&self, policy: &str, succeeded: bool) {
+        let _ = (policy, succeeded);
+    }
+
     /// Called for each policy whose key the request lacks, whether that skips the policy or denies
     /// the request. A high count may mean that the key names a misspelt header.
     fn key_missing(&self, policy: &Policy) {
@@ -190,6 +195,10 @@ impl<T: Observer> Observer for Arc<T> {
 
     fn failed(&self, action: Action, error: &QueryError) {
         T::failed(self, action, error);
+    }
+
+    fn refunded(&self, policy: &str, succeeded: bool) {
+        T::refunded(self, policy, succeeded);
     }
 
     fn key_missing(&self, policy: &Policy) {
@@ -422,7 +431,11 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// request, or for units that no longer count.
     pub async fn refund(&self, decisions: &PolicyDecisions<'_>) {
         let now = self.limiter.store().clock().now();
-        self.refund_charges(decisions.refunds(now).collect()).await;
+        let charges: Vec<_> = decisions.refunds(now).collect();
+        let succeeded = self.refund_charges(&charges).await;
+        for charge in &charges {
+            self.observer.refunded(charge.policy(), succeeded);
+        }
     }
 
     /// Selects among the policies that `filter` accepts, for a front door that prepares its own

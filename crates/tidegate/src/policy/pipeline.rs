@@ -176,10 +176,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         asked_at: Timestamp,
     ) {
         let refunds = charged.iter().filter_map(|position| entries[*position].charge.charge());
-        let refunded = self
-            .refund_charges(refunds.map(|charge| charge.with_charged_at(asked_at)).collect())
-            .await;
-        if refunded {
+        let refunds: Vec<_> = refunds.map(|charge| charge.with_charged_at(asked_at)).collect();
+        if self.refund_charges(&refunds).await {
             for position in charged {
                 let entry = &mut entries[*position];
                 entry.decision.remaining = entry.remaining_without(entry.decision.remaining);
@@ -189,7 +187,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
 
     /// Sends refunds concurrently, and returns whether all succeeded within the timeout of a query.
     /// Each is a call of its own: if one fails, a fallback must know which units were returned.
-    pub(super) async fn refund_charges(&self, charges: Vec<Charge<'_>>) -> bool {
+    pub(super) async fn refund_charges(&self, charges: &[Charge<'_>]) -> bool {
         let mut deadline = Deadline { at: self.deadline(), calls: 1 };
         let refunds = charges.iter().map(|charge| self.limiter().decide(Action::Refund, charge));
         let joined = async { join_all(refunds).await.into_iter().collect::<Result<Vec<_>, _>>() };

@@ -1,11 +1,12 @@
 //! [`Query`]: the question of a front door to a [`PolicyLimiter`](super::PolicyLimiter).
 
 use std::borrow::Cow;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::Span;
 
-use super::{Attributes, KeySource, Mode, Policy};
+use super::{Attributes, KeySource, Mode, Policy, StatusSet};
 use crate::charge::{Charge, OnStoreFailure};
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
@@ -200,8 +201,15 @@ pub struct PreparedCharge<'a> {
     enforcement: Enforcement,
     on_store_failure: OnStoreFailure,
     caps_cost: bool,
-    /// Decision that needs no store. Boxed, because it is large and rare.
-    pub(super) fixed: Option<Box<FixedDecision>>,
+    /// Boxed, because every charge is moved several times, and few have it.
+    rare: Option<Box<RarePart>>,
+}
+
+/// Part that few charges have. A charge with a fixed decision takes no units to refund.
+#[derive(Debug, Clone)]
+enum RarePart {
+    Fixed(FixedDecision),
+    RefundOn(Arc<StatusSet>),
 }
 
 /// Decision that needs no store.
@@ -237,7 +245,7 @@ impl<'a> PreparedCharge<'a> {
             enforcement: Enforcement::Enforce,
             on_store_failure: OnStoreFailure::default(),
             caps_cost: false,
-            fixed: None,
+            rare: None,
         }
     }
 
@@ -272,7 +280,7 @@ impl<'a> PreparedCharge<'a> {
         let charge = Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Zero);
         let decision = Decision { allowed: false, ..decision };
         let fixed = FixedDecision { decision, missing_key: None };
-        Self { fixed: Some(Box::new(fixed)), ..charge }
+        Self { rare: Some(Box::new(RarePart::Fixed(fixed))), ..charge }
     }
 
     /// Creates the denial of a policy that cannot count the request, because it lacks this
@@ -288,7 +296,7 @@ impl<'a> PreparedCharge<'a> {
         Self {
             cost: policy.default_cost(),
             enforcement: policy.mode().into(),
-            fixed: Some(Box::new(fixed)),
+            rare: Some(Box::new(RarePart::Fixed(fixed))),
             ..Self::new(policy.name(), "", policy.quota())
         }
     }
@@ -306,6 +314,9 @@ impl<'a> PreparedCharge<'a> {
         charge.cost = cost;
         charge.enforcement = policy.mode().into();
         charge.on_store_failure = policy.on_store_failure();
+        if let Some(statuses) = &policy.refund_on {
+            charge.rare = Some(Box::new(RarePart::RefundOn(Arc::clone(statuses))));
+        }
         charge
     }
 
@@ -439,6 +450,24 @@ impl<'a> PreparedCharge<'a> {
         Some(charge.with_on_store_failure(self.on_store_failure))
     }
 
+    /// Returns the decision that needs no store.
+    #[inline]
+    pub(super) fn fixed(&self) -> Option<&FixedDecision> {
+        match self.rare.as_deref()? {
+            RarePart::Fixed(fixed) => Some(fixed),
+            RarePart::RefundOn(_) => None,
+        }
+    }
+
+    /// Returns the statuses of responses that return the units.
+    #[inline]
+    pub(super) fn refund_on(&self) -> Option<&StatusSet> {
+        match self.rare.as_deref()? {
+            RarePart::Fixed(_) => None,
+            RarePart::RefundOn(statuses) => Some(statuses),
+        }
+    }
+
     /// Returns whether an acquire with a capped cost can never be admitted.
     pub(super) fn exceeds_capacity(&self) -> bool {
         self.action == Action::Acquire
@@ -471,7 +500,7 @@ impl<'a> PreparedCharge<'a> {
             enforcement: self.enforcement,
             on_store_failure: self.on_store_failure,
             caps_cost: self.caps_cost,
-            fixed: self.fixed,
+            rare: self.rare,
         }
     }
 }

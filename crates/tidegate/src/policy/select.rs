@@ -480,6 +480,7 @@ impl Policy {
         self.mode == Mode::Enforce
             && counts_all
             && self.unless.is_empty()
+            && self.refund_on.is_none()
             && self.conditions.iter().all(covers)
     }
 

@@ -108,6 +108,26 @@ async fn failed_calls_are_refunded_by_their_grpc_status() {
 }
 
 #[tokio::test]
+async fn calls_are_refunded_by_the_status_in_their_trailers() {
+    let grpc = Grpc::start(layer(1).refund_on(|status| status.is_success())).await;
+    let succeed = async {
+        for _ in 0..5 {
+            // The trailers do not wait for the refund.
+            while grpc.check("ann", "").await.is_err() {
+                tokio::task::yield_now().await;
+            }
+        }
+        while grpc.check("ann", "no such service").await.expect_err("fails").code()
+            != Code::NotFound
+        {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), succeed).await.expect("successes are free");
+    assert_eq!(grpc.check("ann", "").await.expect_err("spent").code(), Code::ResourceExhausted);
+}
+
+#[tokio::test]
 async fn the_peer_address_comes_from_tonic() {
     let peer = |head: &http::request::Parts| {
         head.extensions.get::<TcpConnectInfo>()?.remote_addr().map(|peer| peer.ip())

@@ -149,6 +149,58 @@ async fn a_policy_in_shadow_mode_denies_nothing_and_adds_no_headers() {
     assert_eq!(shadow.remaining, 0, "requests are counted");
 }
 
+async fn status(headers: http::HeaderMap) -> StatusCode {
+    let status = headers.get("x-status").and_then(|status| status.to_str().ok());
+    status.and_then(|status| status.parse().ok()).unwrap_or_default()
+}
+
+fn failing_logins() -> PolicyBuilder {
+    policy("logins", 2).refund_on(["2xx", "404"])
+}
+
+#[tokio::test]
+async fn a_policy_is_refunded_by_the_status_of_the_response() {
+    let limiter = limiter();
+    let shadow = policy("shadow", 2).mode(Mode::Shadow).refund_on(["2xx"]);
+    let layer = layer(&limiter, [policy("all", 100), failing_logins(), shadow]);
+    let site = Site::start(Router::new().route("/", get(status)).layer(layer)).await;
+    let asker = site.asker();
+    let ask = async |status| asker.get("/", &[("x-user-id", "ann"), ("x-status", status)]).await;
+    for turn in 1..20 {
+        let answer = ask(if turn % 2 == 0 { "200" } else { "404" }).await;
+        assert_eq!(answer.header("x-ratelimit-remaining"), "1", "the headers are of the charge");
+        let all = format!(r#""all";r={};"#, 100 - turn);
+        assert!(answer.header("ratelimit").contains(&all), "{answer:?}");
+    }
+    for _ in 0..2 {
+        assert_eq!(ask("401").await.status, StatusCode::UNAUTHORIZED);
+    }
+    assert_eq!(ask("200").await.status, StatusCode::TOO_MANY_REQUESTS);
+    let left = async |policy, limit| {
+        let quota = quota(limit);
+        let charge = Charge::new("ann", &quota).with_policy(policy);
+        limiter.peek(&charge).await.expect("decided").remaining
+    };
+    assert_eq!((left("logins", 2).await, left("shadow", 2).await), (0, 0));
+}
+
+#[tokio::test]
+async fn refunds_of_the_layer_and_of_a_policy_are_made_once() {
+    let limiter = limiter();
+    let layer = layer(&limiter, [policy("all", 5), failing_logins()])
+        .refund_on(|status| status == StatusCode::NOT_FOUND || status.is_server_error());
+    let site = Site::start(Router::new().route("/", get(status)).layer(layer)).await;
+    let asker = site.asker();
+    // Units of other requests, which a second refund would return.
+    let _ = asker.get("/", &[("x-user-id", "ann"), ("x-status", "401")]).await;
+    for (status, left) in [("404", 3), ("500", 3), ("404", 3), ("200", 3), ("200", 2)] {
+        let answer = asker.get("/", &[("x-user-id", "ann"), ("x-status", status)]).await;
+        let all = format!(r#""all";r={left};"#);
+        assert!(answer.header("ratelimit").starts_with(&all), "{status}: {answer:?}");
+        assert_eq!(answer.header("x-ratelimit-remaining"), "0", "{status}: {answer:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_request_without_a_key_is_skipped_or_denied() {
     let limiter = limiter();

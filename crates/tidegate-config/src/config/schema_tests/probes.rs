@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 30] = [
+pub(super) const PROBES: [Probe; 31] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -107,6 +107,30 @@ pub(super) const PROBES: [Probe; 30] = [
         place: "/policies/0/show_keys",
         valid: &[r#""plain""#, r#""hashed""#, "null"],
         invalid: &[r#""hash""#, r#""Plain""#, r#""""#, "true", "[]"],
+    },
+    Probe {
+        place: "/policies/0/refund_on",
+        valid: &[
+            "null",
+            r#"{"status": "2xx"}"#,
+            r#"{"status": 404}"#,
+            r#"{"status": ["2xx", "3XX", 100, 599, "404"]}"#,
+        ],
+        invalid: &[
+            "{}",
+            "true",
+            r#""2xx""#,
+            r#"["2xx"]"#,
+            r#"{"status": null}"#,
+            r#"{"status": []}"#,
+            r#"{"status": [[200]]}"#,
+            r#"{"status": ["ok"]}"#,
+            r#"{"status": "0xx"}"#,
+            r#"{"status": 600}"#,
+            r#"{"status": [99]}"#,
+            r#"{"status": [200.5]}"#,
+            r#"{"status": "2xx", "grpc": 5}"#,
+        ],
     },
     Probe {
         place: "/paths",

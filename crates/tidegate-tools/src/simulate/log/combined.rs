@@ -24,7 +24,9 @@ pub(super) fn parse(line: &str, record: &mut Record) -> Result<(), &'static str>
     record.push("method", method);
     record.push("target", &unescaped(target));
     // The words are the status and the size.
-    let rest = skip_word(rest).and_then(skip_word);
+    let (status, rest) = word(rest).unzip();
+    record.status = status.and_then(|status| status.parse().ok());
+    let rest = rest.and_then(word).map(|(_, rest)| rest);
     let Some((referer, rest)) = rest.and_then(quoted) else { return Ok(()) };
     let agent = quoted(rest).map(|(agent, _)| agent);
     for (name, value) in [("header.referer", Some(referer)), ("header.user-agent", agent)] {
@@ -47,11 +49,11 @@ fn quoted(rest: &str) -> Option<(&str, &str)> {
     Some((&rest[..end], &rest[end + 1..]))
 }
 
-/// Skips a space and a word.
-fn skip_word(rest: &str) -> Option<&str> {
+/// Splits off a word after one space.
+fn word(rest: &str) -> Option<(&str, &str)> {
     let word = rest.strip_prefix(' ')?;
     let length = word.find(' ').unwrap_or(word.len());
-    (length > 0).then(|| &word[length..])
+    (length > 0).then(|| word.split_at(length))
 }
 
 /// Returns the method and the target. The target may have spaces, which nginx logs as the client

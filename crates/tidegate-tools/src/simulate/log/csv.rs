@@ -10,6 +10,7 @@ pub(super) struct Columns {
     names: Vec<String>,
     time: usize,
     cost: Option<usize>,
+    status: Option<usize>,
     /// Columns of the attributes that have a field in every request.
     fields: Vec<(&'static str, usize)>,
     cells: Cells,
@@ -39,6 +40,7 @@ impl Columns {
         Some(Self {
             time: find(&["time", "timestamp", "ts"])?,
             cost: find(&["cost"]),
+            status: find(&["status"]),
             fields: fields.into_iter().filter_map(|(name, at)| Some((name, at?))).collect(),
             names,
             cells,
@@ -66,6 +68,7 @@ impl Columns {
             None | Some("") => None,
             Some(text) => Some(text.parse().map_err(|_| "its cost is not a number")?),
         };
+        record.status = self.status.and_then(|status| cells[status].trim().parse().ok());
         for (name, cell) in self.names.iter().zip(&cells) {
             record.push(name, cell);
         }

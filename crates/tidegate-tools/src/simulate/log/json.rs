@@ -67,6 +67,7 @@ enum MemberRole<'n> {
     Headers,
     Header(&'n str),
     Attribute(&'static str),
+    Status,
     StartTime,
     LineTime,
 }
@@ -77,6 +78,7 @@ impl<'n> MemberRole<'n> {
         match self {
             Self::Line => match name {
                 "request" => Self::Request,
+                "status" | "DownstreamStatus" => Self::Status,
                 "StartUTC" => Self::StartTime,
                 "ts" | "time" | "time_iso8601" | "StartLocal" | "@timestamp" => Self::LineTime,
                 "ClientHost" | "client" | "remote_addr" => Self::Attribute("ip"),
@@ -126,6 +128,7 @@ impl<'l> MemberVisitor<'_, '_, 'l> {
     fn set_text(mut self, text: Cow<'l, str>) {
         match self.role {
             MemberRole::Attribute(name) => self.record.push(name, &text),
+            MemberRole::Status => self.record.status = text.parse().ok(),
             MemberRole::Header(name) if text != REDACTED => self.record.push_header(name, &text),
             _ => self.set_time(LineTime::Text(text)),
         }
@@ -167,6 +170,9 @@ impl<'de> Visitor<'de> for MemberVisitor<'_, '_, 'de> {
 
     #[expect(clippy::cast_precision_loss, reason = "microseconds fit")]
     fn visit_u64<E>(mut self, number: u64) -> Result<(), E> {
+        if matches!(self.role, MemberRole::Status) {
+            self.record.status = u16::try_from(number).ok();
+        }
         self.set_time(LineTime::Number(number as f64));
         Ok(())
     }

@@ -14,6 +14,8 @@ pub struct Record {
     /// Time in microseconds since the Unix epoch.
     pub(super) time: u64,
     pub(super) cost: Option<u64>,
+    /// Status of the response.
+    pub(super) status: Option<u16>,
     /// Names and values of the attributes, one after the other.
     text: String,
     attributes: Vec<Attribute>,
@@ -30,6 +32,7 @@ struct Attribute {
 impl Record {
     pub(super) fn clear(&mut self) {
         self.cost = None;
+        self.status = None;
         self.text.clear();
         self.attributes.clear();
     }
@@ -151,5 +154,9 @@ impl TrafficRequest for Record {
 
     fn cost(&self) -> Option<u64> {
         self.cost
+    }
+
+    fn status(&self) -> Option<u16> {
+        self.status
     }
 }
