@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{
     self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
-use serde_saphyr::{Error, Location, Options, Spanned};
+use serde_saphyr::{Error, Location, Spanned};
 
 use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
@@ -94,6 +94,9 @@ struct SourceLine {
     text: String,
 }
 
+/// Maximum number of values in a document.
+const MAX_NODES: usize = 2_000_000;
+
 impl<'a> Document<'a> {
     /// Creates a document. `name` is the file name in error messages.
     #[must_use]
@@ -166,7 +169,10 @@ impl<'a> Document<'a> {
     }
 
     fn read<T: DeserializeOwned>(&self) -> Result<T, serde_saphyr::Error> {
-        let mut options = Options::default();
+        // Enough for some hundred thousand overrides.
+        let mut options = serde_saphyr::options! {
+            budget: serde_saphyr::budget! { max_nodes: MAX_NODES, max_events: 2 * MAX_NODES },
+        };
         options.with_snippet = false;
         // As in YAML 1.2 and in JSON Schema, `yes` is a text.
         options.strict_booleans = true;
