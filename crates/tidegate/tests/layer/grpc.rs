@@ -52,7 +52,7 @@ impl Drop for Grpc {
 }
 
 fn layer(limit: u64) -> RateLimitLayer<QuotaRequestLimiter> {
-    let quota = Quota::token_bucket(limit, DAY).expect("valid");
+    let quota = Quota::sliding_log(limit, DAY).expect("valid");
     let limiter = Limiter::new(MemoryStore::builder().max_keys(2).build());
     RateLimitLayer::new(limiter, quota)
         .policy("per-user")

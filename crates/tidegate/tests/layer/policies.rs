@@ -154,15 +154,19 @@ async fn status(headers: http::HeaderMap) -> StatusCode {
     status.and_then(|status| status.parse().ok()).unwrap_or_default()
 }
 
-fn failing_logins() -> PolicyBuilder {
-    policy("logins", 2).refund_on(["2xx", "404"])
+/// A bucket would return its unit only when the time between the request and its charge has passed
+/// once more.
+fn refunding(name: &str, statuses: [&str; 2]) -> PolicyBuilder {
+    let quota = Quota::sliding_log(2, LONG).expect("valid");
+    Policy::builder(name, quota).key(["header.x-user-id"]).refund_on(statuses)
 }
 
 #[tokio::test]
 async fn a_policy_is_refunded_by_the_status_of_the_response() {
     let limiter = limiter();
-    let shadow = policy("shadow", 2).mode(Mode::Shadow).refund_on(["2xx"]);
-    let layer = layer(&limiter, [policy("all", 100), failing_logins(), shadow]);
+    let shadow = refunding("shadow", ["2xx", "404"]).mode(Mode::Shadow);
+    let logins = refunding("logins", ["2xx", "404"]);
+    let layer = layer(&limiter, [policy("all", 100), logins, shadow]);
     let site = Site::start(Router::new().route("/", get(status)).layer(layer)).await;
     let asker = site.asker();
     let ask = async |status| asker.get("/", &[("x-user-id", "ann"), ("x-status", status)]).await;
@@ -176,18 +180,20 @@ async fn a_policy_is_refunded_by_the_status_of_the_response() {
         assert_eq!(ask("401").await.status, StatusCode::UNAUTHORIZED);
     }
     assert_eq!(ask("200").await.status, StatusCode::TOO_MANY_REQUESTS);
-    let left = async |policy, limit| {
-        let quota = quota(limit);
+    let left = async |policy| {
+        let quota = Quota::sliding_log(2, LONG).expect("valid");
         let charge = Charge::new("ann", &quota).with_policy(policy);
         limiter.peek(&charge).await.expect("decided").remaining
     };
-    assert_eq!((left("logins", 2).await, left("shadow", 2).await), (0, 0));
+    assert_eq!((left("logins").await, left("shadow").await), (0, 0));
 }
 
 #[tokio::test]
 async fn refunds_of_the_layer_and_of_a_policy_are_made_once() {
     let limiter = limiter();
-    let layer = layer(&limiter, [policy("all", 5), failing_logins()])
+    let quota = Quota::sliding_log(5, LONG).expect("valid");
+    let all = Policy::builder("all", quota).key(["header.x-user-id"]);
+    let layer = layer(&limiter, [all, refunding("logins", ["2xx", "404"])])
         .refund_on(|status| status == StatusCode::NOT_FOUND || status.is_server_error());
     let site = Site::start(Router::new().route("/", get(status)).layer(layer)).await;
     let asker = site.asker();
