@@ -11,6 +11,7 @@ use tidegate::store::redis::Reply;
 use tidegate::{Fleet, RedisStore, StoreError};
 
 use crate::tool::redis_info::{self, Info};
+use restrictions::ScriptRestrictions;
 use tidegate_config::{RedisConfig, RedisTopology};
 
 mod acl;
@@ -21,6 +22,7 @@ mod keys;
 mod latency;
 mod memory;
 mod replicas;
+mod restrictions;
 mod routing;
 mod sentinels;
 mod version;
@@ -170,7 +172,9 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
         }
         memory::check(node).await;
         replicas::check(node, &mut clocks).await;
-        clocks.measure(node).await;
+        let restrictions = ScriptRestrictions::of(node).await;
+        clocks.measure(node, restrictions).await;
+        restrictions.report(node);
         latency::check(node, primaries.len()).await;
         let largest_log = keys::check(node).await.max(options.largest_log);
         memory::check_lazy_freeing(node, largest_log).await;

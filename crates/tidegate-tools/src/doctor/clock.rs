@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tidegate::store::redis::Reply;
 
+use super::restrictions::ScriptRestrictions;
 use super::{DoctorReport, Finding, NodeRole, NodeUnderTest};
 use tidegate_api::duration;
 
@@ -26,7 +27,11 @@ struct MeasuredClock {
 
 impl Clocks {
     /// Measures the clock of one node and compares it with this machine's.
-    pub(super) async fn measure(&mut self, node: &mut NodeUnderTest<'_>) {
+    pub(super) async fn measure(
+        &mut self,
+        node: &mut NodeUnderTest<'_>,
+        restrictions: ScriptRestrictions,
+    ) {
         let mut best: Option<(i64, i64)> = None;
         for _ in 0..SAMPLES {
             let sent = micros_now();
@@ -52,6 +57,14 @@ impl Clocks {
         } else {
             Finding::ok(CHECK, message)
         });
+        if restrictions.time {
+            let message = format!(
+                "TIME is refused inside scripts: the clock is estimated, by the command TIME once \
+                 per second; the error is at most half a round trip, {} here",
+                readable(uncertainty)
+            );
+            node.add(Finding::note(CHECK, message));
+        }
     }
 
     /// Compares the clocks of the nodes with each other.

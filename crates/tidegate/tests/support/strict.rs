@@ -112,11 +112,6 @@ impl Restrictions {
                 "ERR Cluster is disabled. Use --cluster_mode=yes to enable.",
             ),
             absent: &["FUNCTION", "FCALL", "MIGRATE", "RESET"],
-            absent_info: &[
-                "maxmemory_policy",
-                "lazyfree_pending_objects",
-                "mem_fragmentation_ratio",
-            ],
             ..Self::default()
         }
     }
@@ -354,6 +349,10 @@ impl Shared {
                 ClusterView::Refused(text) => Some(self.refuse(Refusal::Cluster, text)),
                 ClusterView::OneNode => Some(self.one_node(&subcommand)),
             },
+            // No slot of the virtual node ever moves.
+            ("ASKING", _) if matches!(rules.cluster, ClusterView::OneNode) => {
+                Some(b"+OK\r\n".to_vec())
+            }
             ("INFO", _) => Some(Self::info(rules, upstream.ask(&words)?)),
             ("SCRIPT", "LOAD") => self.load(rules, &words[2], upstream),
             ("SCRIPT", "FLUSH") => {

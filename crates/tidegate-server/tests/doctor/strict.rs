@@ -1,0 +1,66 @@
+use crate::support::{Databases, Restrictions, ScriptCache, StrictServer};
+use crate::{advice_of, assert_found, findings_of, run_checks};
+
+const SHARDS: &str = "one address in front of shards: scripts with keys of several slots are \
+                      refused; Tidegate makes one call per slot";
+const UNDECLARED: &str = "a script may only use keys that it declares";
+
+#[test]
+fn one_address_in_front_of_shards_is_named() {
+    for restrictions in [Restrictions::enterprise(), Restrictions::alibaba_without_script_check()] {
+        let server = StrictServer::start(restrictions);
+        let (found, code) = run_checks(&server.url());
+        assert_eq!(code, Some(0), "{found}");
+        assert_found(&found, "routing", "note", SHARDS);
+        assert!(advice_of(&found, "routing", "note").contains("cluster"), "{found}");
+        assert_eq!(findings_of(&found, "routing").len(), 1, "{found}");
+        assert_found(&found, "scripts", "ok", "works");
+        server.redis().assert_every_key_expires();
+    }
+}
+
+#[test]
+fn refused_undeclared_keys_are_named() {
+    // A missing script is not taken for a refusal, nor for the opposite.
+    for script_cache in [ScriptCache::Keeps, ScriptCache::ForgetsEvery(1)] {
+        let dragonfly = Restrictions { script_cache, ..Restrictions::dragonfly() };
+        let server = StrictServer::start(dragonfly);
+        let (found, _) = run_checks(&server.url());
+        assert_found(&found, "scripts", "note", UNDECLARED);
+        assert_found(&found, "scripts", "ok", "works");
+        server.redis().assert_every_key_expires();
+    }
+    let plain = StrictServer::start(Restrictions::default());
+    let (found, _) = run_checks(&plain.url());
+    assert_eq!(findings_of(&found, "scripts").len(), 1, "{found}");
+}
+
+#[test]
+fn script_text_that_a_proxy_refuses_has_advice() {
+    let server = StrictServer::start(Restrictions::alibaba());
+    let (found, code) = run_checks(&server.url());
+    assert_eq!(code, Some(2), "{found}");
+    assert_found(&found, "scripts", "error", "bad lua script for redis cluster");
+    let advice = advice_of(&found, "scripts", "error");
+    assert!(advice.contains("script_check_enable"), "{advice}");
+}
+
+#[test]
+fn refused_database_has_advice() {
+    let databases = Databases::OnlyZero;
+    let server = StrictServer::start(Restrictions { databases, ..Restrictions::default() });
+    let (found, code) = run_checks(&format!("{}/3", server.url()));
+    assert_eq!(code, Some(2), "{found}");
+    assert_found(&found, "connection", "error", "SELECT is not allowed");
+    assert!(advice_of(&found, "connection", "error").contains("database 0"), "{found}");
+    let (found, code) = run_checks(&format!("{}/0", server.url()));
+    assert_eq!(code, Some(0), "{found}");
+}
+
+#[test]
+fn missing_field_of_info_is_no_problem_of_permissions() {
+    let absent_info = &["maxmemory_policy"];
+    let server = StrictServer::start(Restrictions { absent_info, ..Restrictions::default() });
+    let (found, _) = run_checks(&server.url());
+    assert_found(&found, "eviction-policy", "note", "INFO of this server has no maxmemory_policy");
+}
