@@ -194,7 +194,7 @@ async fn read_info(store: &RedisStore, address: &str) -> Result<Info, StoreError
 /// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does
 /// not offer its commands.
 async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool {
-    if info.text("redis_mode") != Some("cluster") {
+    if info.text("cluster_enabled") != Some("1") {
         return false;
     }
     let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;

@@ -1,5 +1,5 @@
-use crate::support::{Databases, Restrictions, ScriptCache, StrictServer};
-use crate::{advice_of, assert_found, findings_of, run_checks};
+use crate::support::{Databases, Redis, Restrictions, ScriptCache, StrictServer, valkey_9};
+use crate::{advice_of, assert_found, findings_of, run_checks, wait_until};
 
 const SHARDS: &str = "one address in front of shards: scripts with keys of several slots are \
                       refused; Tidegate makes one call per slot";
@@ -63,4 +63,16 @@ fn missing_field_of_info_is_no_problem_of_permissions() {
     let server = StrictServer::start(Restrictions { absent_info, ..Restrictions::default() });
     let (found, _) = run_checks(&server.url());
     assert_found(&found, "eviction-policy", "note", "INFO of this server has no maxmemory_policy");
+}
+
+/// INFO of Valkey has `server_mode` instead of `redis_mode`.
+#[test]
+fn node_of_valkey_without_others_is_a_cluster() {
+    let node = Redis::start_program(&valkey_9(), &["--cluster-enabled", "yes"]);
+    let () = node.query(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
+    wait_until("the cluster is ready", || {
+        node.query::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok")
+    });
+    let (found, _) = run_checks(&node.url());
+    assert_found(&found, "topology", "ok", "a cluster of 1 primaries");
 }

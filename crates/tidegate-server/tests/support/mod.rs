@@ -23,7 +23,7 @@ mod strict;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use cluster::Cluster;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use server::{Redis, folder_in_memory, free_port};
+pub(crate) use server::{Redis, folder_in_memory, free_port, valkey_9};
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use strict::{ClusterView, Databases, Refusal, Restrictions, ScriptCache, StrictServer};
 
