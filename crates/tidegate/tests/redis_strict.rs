@@ -3,8 +3,107 @@
 
 mod support;
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use redis::{FromRedisValue, RedisError};
 use support::{ClusterView, Databases, Refusal, Restrictions, ScriptCache, StrictServer};
+use support::{LONG, TEST_TIMEOUT, every_quota};
+use tidegate::store::redis::Builder;
+use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::{Charge, Limiter, RedisStore};
+
+fn builder(server: &StrictServer) -> Builder {
+    RedisStore::builder(&server.url()).timeout(TEST_TIMEOUT)
+}
+
+async fn limiter(builder: Builder) -> Limiter<RedisStore> {
+    Limiter::new(builder.connect().await.expect("the proxy answers"))
+}
+
+/// Compares the store behind a proxy with the model.
+async fn assert_conforms(restrictions: Restrictions, seeds: u64) {
+    let server = StrictServer::start(restrictions);
+    let number = AtomicU64::new(0);
+    let new_limiter = async |clock| {
+        let prefix = format!("test-{}", number.fetch_add(1, Ordering::Relaxed));
+        limiter(builder(&server).prefix(prefix).driven_by(clock)).await
+    };
+    conformance(support::seeds(seeds), new_limiter).await;
+    conformance_of_long_logs(support::seeds(2), new_limiter).await;
+    server.redis().assert_every_key_expires();
+}
+
+#[tokio::test]
+async fn store_conforms_to_the_model_behind_enterprise() {
+    assert_conforms(Restrictions::enterprise(), 100).await;
+}
+
+#[tokio::test]
+async fn store_conforms_to_the_model_behind_dragonfly() {
+    assert_conforms(Restrictions::dragonfly(), 30).await;
+}
+
+#[tokio::test]
+async fn store_conforms_to_the_model_behind_alibaba() {
+    assert_conforms(Restrictions::alibaba_without_script_check(), 100).await;
+}
+
+const KEYS: usize = 150;
+const LIMIT: u64 = 5;
+/// Requests of each key.
+const REQUESTS: usize = 8;
+
+/// Sends requests of many keys at the same time, single ones and pairs. Each is decided by the
+/// server, and exactly the limit is admitted.
+async fn assert_storm_is_exact(server: &StrictServer) {
+    let limiter = limiter(builder(server)).await;
+    for quota in every_quota(LIMIT, LONG) {
+        let tasks = (0..KEYS * REQUESTS).map(|request| {
+            let (limiter, quota) = (limiter.clone(), quota.clone());
+            let key = format!("user-{}", request % KEYS);
+            tokio::spawn(async move {
+                let decision = limiter.acquire(&Charge::new(&key, &quota)).await.expect("decided");
+                u64::from(decision.allowed)
+            })
+        });
+        let mut admitted = 0;
+        for task in tasks.collect::<Vec<_>>() {
+            admitted += task.await.expect("no panic");
+        }
+        assert_eq!(admitted, KEYS as u64 * LIMIT, "{}", quota.default_policy_name());
+
+        // Both keys of a pair are charged, or none.
+        let pairs = (0..KEYS * REQUESTS).map(|request| {
+            let (limiter, quota) = (limiter.clone(), quota.clone());
+            let keys = [format!("left-{}", request % KEYS), format!("right-{}", request % KEYS)];
+            tokio::spawn(async move {
+                let charges = [Charge::new(&keys[0], &quota), Charge::new(&keys[1], &quota)];
+                let decisions = limiter.acquire_all(&charges).await.expect("decided");
+                u64::from(decisions.is_allowed())
+            })
+        });
+        let mut admitted = 0;
+        for task in pairs.collect::<Vec<_>>() {
+            admitted += task.await.expect("no panic");
+        }
+        // A pair in two slots may be denied while another one is undone, never admitted above.
+        assert!(admitted <= KEYS as u64 * LIMIT, "{}", quota.default_policy_name());
+        assert!(admitted >= KEYS as u64, "{admitted}: {}", quota.default_policy_name());
+        for key in ["left-0", "right-0"] {
+            let peeked = limiter.peek(&Charge::new(key, &quota)).await.expect("decided");
+            assert!(peeked.remaining <= LIMIT);
+        }
+    }
+    server.redis().assert_every_key_expires();
+    // Far below the 3,999 that ElastiCache Serverless allows: 128 keys with a header each.
+    assert!(server.max_words() <= 260, "{} words", server.max_words());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn storm_is_exact_behind_dragonfly() {
+    let server = StrictServer::start(Restrictions::dragonfly());
+    assert_storm_is_exact(&server).await;
+}
 
 // ---- The proxy itself
 
@@ -40,7 +139,7 @@ fn server_without_restrictions_passes_everything_on() {
         let (missing, two, time): (Option<u64>, u64, Vec<u64>) = ask(&server, &words).expect("run");
         assert_eq!((missing, two, time.len()), (None, 2, 2));
     }
-    assert!(ask::<String>(&server, &["INFO"]).expect("shown").contains("redis_mode:standalone"));
+    assert!(ask::<String>(&server, &["INFO"]).expect("shown").contains("_mode:standalone"));
     assert_eq!(server.calls(), 2);
 }
 
@@ -138,6 +237,6 @@ fn one_virtual_node_owns_all_slots() {
         ask(&server, &["CLUSTER", "SLOTS"]).expect("shown");
     let address = format!("redis://{}:{}", slots[0].2.0, slots[0].2.1);
     assert_eq!((slots.len(), slots[0].0, slots[0].1, address), (1, 0, 16_383, server.url()));
-    assert!(ask::<String>(&server, &["INFO"]).expect("shown").contains("redis_mode:cluster"));
+    assert!(ask::<String>(&server, &["INFO"]).expect("shown").contains("_mode:cluster"));
     assert_refused(&server, Refusal::AbsentCommand, &["FUNCTION", "LIST"], "unknown command");
 }

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,6 +28,10 @@ pub(crate) struct Restrictions {
     pub(crate) literal_keys: Option<&'static str>,
     /// Maximum number of words of a command; 0 for any.
     pub(crate) max_arguments: usize,
+    /// Whether scripts run by Lua 5.4 instead of 5.1. They are not isolated from commands then.
+    pub(crate) lua_5_4: bool,
+    /// Whether TIME replies with integers instead of texts; inside scripts only by Lua 5.4.
+    pub(crate) integer_time: bool,
     pub(crate) script_cache: ScriptCache,
     pub(crate) databases: Databases,
     pub(crate) cluster: ClusterView,
@@ -104,10 +109,12 @@ impl Restrictions {
         }
     }
 
-    /// Dragonfly with its default flags.
+    /// Dragonfly with its default flags, and with its version of Lua.
     pub(crate) fn dragonfly() -> Self {
         Self {
             undeclared_keys: Some("ERR script tried accessing undeclared key, key: "),
+            lua_5_4: true,
+            integer_time: true,
             cluster: ClusterView::Refused(
                 "ERR Cluster is disabled. Use --cluster_mode=yes to enable.",
             ),
@@ -180,14 +187,29 @@ pub(crate) struct StrictServer {
 /// State of all connections.
 struct Shared {
     restrictions: Mutex<Restrictions>,
-    /// SHA-1 of each loaded script, and of the script that runs instead.
-    scripts: Mutex<HashMap<Vec<u8>, Vec<u8>>>,
+    /// Loaded scripts by SHA-1.
+    scripts: Mutex<HashMap<Vec<u8>, LoadedScript>>,
+    lua: Mutex<Option<Lua>>,
     refusals: [AtomicU64; 10],
     /// Number of EVALSHA and EVAL calls.
     calls: AtomicU64,
     /// Largest number of words of a command.
     max_words: AtomicU64,
     port: u16,
+}
+
+/// Script that runs instead of the loaded one, because it checks commands.
+#[derive(Clone)]
+struct LoadedScript {
+    sha: Vec<u8>,
+    text: String,
+}
+
+/// Lua 5.4 that runs lua54.lua. It also ends with its input, at the end of the test.
+struct Lua {
+    process: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
 }
 
 impl StrictServer {
@@ -201,6 +223,7 @@ impl StrictServer {
         let shared = Arc::new(Shared {
             restrictions: Mutex::new(restrictions),
             scripts: Mutex::default(),
+            lua: Mutex::default(),
             refusals: Default::default(),
             calls: AtomicU64::new(0),
             max_words: AtomicU64::new(0),
@@ -260,14 +283,56 @@ struct Upstream<'a> {
 impl Upstream<'_> {
     /// Sends a command, and returns the bytes of its reply.
     fn ask(&mut self, words: &[Vec<u8>]) -> Option<Vec<u8>> {
-        let mut bytes = format!("*{}\r\n", words.len()).into_bytes();
-        for word in words {
-            bytes.extend(format!("${}\r\n", word.len()).into_bytes());
-            bytes.extend(word);
-            bytes.extend(b"\r\n");
-        }
-        self.stream.write_all(&bytes).ok()?;
+        self.stream.write_all(&encoded(words)).ok()?;
         message(&mut self.replies).map(|(bytes, _)| bytes)
+    }
+}
+
+fn encoded(words: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = format!("*{}\r\n", words.len()).into_bytes();
+    for word in words {
+        bytes.extend(format!("${}\r\n", word.len()).into_bytes());
+        bytes.extend(word);
+        bytes.extend(b"\r\n");
+    }
+    bytes
+}
+
+impl Lua {
+    fn start() -> Self {
+        let mut process = Command::new("lua5.4")
+            .args(["-e", concat!("\n", include_str!("lua54.lua"))])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|error| panic!("lua5.4 ({error}): install it with `make setup`"));
+        let input = process.stdin.take().expect("piped");
+        let output = BufReader::new(process.stdout.take().expect("piped"));
+        Self { process, input, output }
+    }
+
+    /// Runs a script with these words after its text. Returns the bytes of its reply.
+    fn run(
+        &mut self,
+        text: &str,
+        words: &[Vec<u8>],
+        mut answer: impl FnMut(&[Vec<u8>]) -> Option<Vec<u8>>,
+    ) -> Option<Vec<u8>> {
+        let request = [&[text.as_bytes().to_vec()], words].concat();
+        self.input.write_all(&encoded(&request)).ok()?;
+        while *self.output.fill_buf().ok()?.first()? == b'*' {
+            let (_, command) = message(&mut self.output)?;
+            self.input.write_all(&answer(&command)?).ok()?;
+        }
+        self.output.read_until(b'\n', &mut Vec::new()).ok()?;
+        message(&mut self.output).map(|(reply, _)| reply)
+    }
+}
+
+impl Drop for Lua {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
@@ -354,6 +419,7 @@ impl Shared {
                 Some(b"+OK\r\n".to_vec())
             }
             ("INFO", _) => Some(Self::info(rules, upstream.ask(&words)?)),
+            ("TIME", _) if rules.integer_time => Some(integers(&upstream.ask(&words)?)),
             ("SCRIPT", "LOAD") => self.load(rules, &words[2], upstream),
             ("SCRIPT", "FLUSH") => {
                 lock(&self.scripts).clear();
@@ -411,14 +477,16 @@ impl Shared {
         if let Some(refusal) = rules.literal_keys.filter(|_| !names_keys_literally(&text)) {
             return Some(self.refuse(Refusal::LiteralKeys, refusal));
         }
-        let mut load =
-            |text: String| upstream.ask(&[b"SCRIPT".to_vec(), b"LOAD".to_vec(), text.into_bytes()]);
-        let reply = load(text.clone())?;
+        let mut load = |text: &str| {
+            upstream.ask(&[b"SCRIPT".to_vec(), b"LOAD".to_vec(), text.as_bytes().to_vec()])
+        };
+        let reply = load(&text)?;
         if reply.starts_with(b"$") {
-            let runs =
-                if rules.replaces_scripts() { load(checked(rules, &text))? } else { reply.clone() };
+            let text = if rules.replaces_scripts() { checked(rules, &text) } else { text };
+            let runs = load(&text)?;
             assert!(runs.starts_with(b"$"), "{}", String::from_utf8_lossy(&runs));
-            lock(&self.scripts).insert(sha(&reply), sha(&runs));
+            let script = LoadedScript { sha: sha(&runs), text };
+            lock(&self.scripts).insert(sha(&reply), script);
         }
         Some(reply)
     }
@@ -457,9 +525,18 @@ impl Shared {
             let text = "NOSCRIPT No matching script. Please use EVAL.";
             return Some(self.refuse(Refusal::NoScript, text));
         };
-        words[0] = b"EVALSHA".to_vec();
-        words[1] = runs;
-        let reply = upstream.ask(&words)?;
+        let reply = if rules.lua_5_4 {
+            let mut lua = lock(&self.lua);
+            lua.get_or_insert_with(Lua::start).run(&runs.text, &words[2..], |command| {
+                let reply = upstream.ask(command)?;
+                let is_time = command[0].eq_ignore_ascii_case(b"TIME") && rules.integer_time;
+                Some(if is_time { integers(&reply) } else { reply })
+            })?
+        } else {
+            words[0] = b"EVALSHA".to_vec();
+            words[1] = runs.sha;
+            upstream.ask(&words)?
+        };
         for (text, reason) in [
             (rules.undeclared_keys, Refusal::UndeclaredKey),
             (rules.time_in_scripts, Refusal::Time),
@@ -489,6 +566,14 @@ impl ScriptCache {
 
 fn bulk(text: &str) -> Vec<u8> {
     format!("${}\r\n{text}\r\n", text.len()).into_bytes()
+}
+
+/// Returns a list of texts as one of integers.
+fn integers(reply: &[u8]) -> Vec<u8> {
+    let (_, texts) = message(&mut &*reply).expect("a list");
+    let number = |text: &Vec<u8>| format!(":{}\r\n", String::from_utf8_lossy(text));
+    let numbers: String = texts.iter().map(number).collect();
+    format!("*{}\r\n{numbers}", texts.len()).into_bytes()
 }
 
 /// Returns the SHA-1 in the reply to SCRIPT LOAD.
