@@ -53,6 +53,7 @@ fn settings_without_effect_are_errors() {
             24,
             "store.password_file is set, but store has no redis and no sentinel",
         ),
+        ("store: {clock: local}\n", 16, "store.clock must be server or estimated"),
         ("envoy: {files: ['']}\n", 17, "envoy.files: this entry is empty"),
         ("envoy: {files: [' ']}\n", 17, "envoy.files: this entry is empty"),
     ] {

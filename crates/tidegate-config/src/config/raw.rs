@@ -142,6 +142,10 @@ pub(super) struct RawStore {
     /// Whether one call may decide keys of several slots of a cluster node; true by default. It needs
     /// Redis 7 or Valkey, and a node that refuses it gets one call per slot.
     pub(super) cross_slot: Option<Flag>,
+    /// Clock of decisions by Redis: `server`, which is the default, or `estimated` for servers that
+    /// refuse TIME in scripts. A server that refuses it gets an estimated clock anyway.
+    #[schemars(with = "Option<String>", pattern("^(server|estimated)$"))]
+    pub(super) clock: Option<Spanned<String>>,
     /// Minimum number of instances of Tidegate. During an outage of Redis, each instance enforces
     /// its share of the limits. Instances learn their number through Redis; this setting is for
     /// those that start during an outage, which otherwise assume 10.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustls::pki_types::ServerName;
 use serde_saphyr::Spanned;
 use tidegate::RedisStore;
-use tidegate::store::redis::{Builder, Tls};
+use tidegate::store::redis::{Builder, ClockSource, Tls};
 
 use super::raw;
 use crate::Secret;
@@ -46,6 +46,7 @@ pub struct StoreSettings {
     timeout: Duration,
     tls: Option<RedisTls>,
     cross_slot: bool,
+    clock: ClockSource,
     /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
     /// default is assumed until the instances have agreed on their number.
     pub instances: Option<usize>,
@@ -60,6 +61,7 @@ impl Default for StoreSettings {
             timeout: DEFAULT_TIMEOUT,
             tls: None,
             cross_slot: true,
+            clock: ClockSource::Server,
             instances: None,
             max_keys: DEFAULT_MAX_KEYS,
         }
@@ -265,6 +267,7 @@ impl RedisConfig {
             .prefix(&self.settings.prefix)
             .timeout(self.settings.timeout)
             .cross_slot(self.settings.cross_slot)
+            .clock(self.settings.clock)
     }
 }
 
@@ -281,6 +284,7 @@ pub(super) fn validate(
         timeout: raw.timeout.map_or(defaults.timeout, raw::StoreTimeout::get),
         tls,
         cross_slot: raw.cross_slot.map_or(defaults.cross_slot, Flag::get),
+        clock: one_of(document, "clock", raw.clock.as_ref(), &CLOCKS)?,
         instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
         max_keys: raw
             .max_keys
@@ -334,6 +338,25 @@ pub(super) fn validate(
         .check()
         .map_err(|error| document.error_at(&urls, &format!("store: {error}")))?;
     Ok((StoreConfig::Redis(Box::new(redis)), files))
+}
+
+const CLOCKS: [(&str, ClockSource); 2] =
+    [("server", ClockSource::Server), ("estimated", ClockSource::Estimated)];
+
+/// Returns the value of a field that is one of these names: the first two are shown, and the first
+/// one is the default.
+fn one_of<T: Copy>(
+    document: &Document<'_>,
+    field: &str,
+    name: Option<&Spanned<String>>,
+    values: &[(&str, T)],
+) -> Result<T, ConfigError> {
+    let Some(name) = name else { return Ok(values[0].1) };
+    let value = values.iter().find(|(value, _)| *value == name.value).map(|(_, value)| *value);
+    value.ok_or_else(|| {
+        let message = format!("store.{field} must be {} or {}", values[0].0, values[1].0);
+        document.error_at(name, &message)
+    })
 }
 
 /// Returns the sentinels and the position of their addresses.

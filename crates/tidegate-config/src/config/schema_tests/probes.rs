@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 30] = [
+pub(super) const PROBES: [Probe; 31] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -411,6 +411,11 @@ pub(super) const PROBES: [Probe; 30] = [
         place: "/store/cross_slot",
         valid: &["true", "false", "null"],
         invalid: &[r#""auto""#, "1", "[true]"],
+    },
+    Probe {
+        place: "/store/clock",
+        valid: &[r#""server""#, r#""estimated""#, "null"],
+        invalid: &[r#""local""#, r#""Server""#, "true", "[]"],
     },
     Probe {
         place: "/store/max_keys",

@@ -130,7 +130,7 @@ async fn fetch_slots(
             }
         }
     }
-    let timeout = QUERY_TIMEOUT.max(topology.timeout.min(Duration::from_secs(1)));
+    let timeout = QUERY_TIMEOUT.max(topology.timeout().min(Duration::from_secs(1)));
     for address in other_nodes {
         match query_once(address, &topology.options(), cluster_slots(), timeout).await {
             Ok(reply) => match parse_slots(&reply, address) {
