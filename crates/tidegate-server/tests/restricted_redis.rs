@@ -1,9 +1,12 @@
-//! The service on a Redis that refuses what others allow.
+//! The service on a Redis that refuses what others allow, and on one that bills each command.
 
 mod support;
 
+use std::cell::Cell;
+use std::time::Duration;
+
 use serde_json::json;
-use support::{Refusal, Restrictions, Service, StrictServer};
+use support::{Redis, Refusal, Restrictions, Service, StrictServer};
 
 fn config(url: &str, store: &str) -> String {
     format!(
@@ -56,4 +59,40 @@ fn server_that_refuses_time_in_scripts_gets_an_estimated_clock() {
     let node = service.admin("/readyz").json()["nodes"][0].clone();
     assert_eq!(node["restrictions"], json!(["undeclared_keys", "time_in_scripts"]));
     assert!(node["clock_error_ms"].as_f64().is_some_and(|error| error > 0.0), "{node}");
+}
+
+/// Returns the number of commands that the server has run before this one.
+fn commands(redis: &Redis) -> u64 {
+    let info: String = redis.query(&["INFO", "stats"]);
+    let total = info.lines().find_map(|line| line.strip_prefix("total_commands_processed:"));
+    total.and_then(|total| total.trim().parse().ok()).expect("in INFO")
+}
+
+#[test]
+fn idle_instance_without_heartbeats_sends_no_commands() {
+    let redis = Redis::start();
+    let service = Service::start(&config(&redis.url(), ", heartbeat: off"));
+    for status in [200, 200, 200, 200, 200, 429, 429] {
+        assert_eq!(service.acquire(&json!({"policy": "p", "key": "a"})).status, status);
+    }
+    assert_eq!(service.admin("/readyz").json()["instances"], 1);
+    // The checks of a start go on for a moment.
+    let last = Cell::new(0);
+    service.wait_until("nothing is sent for a second", |_| {
+        let before = commands(&redis);
+        std::thread::sleep(Duration::from_secs(1));
+        last.set(commands(&redis));
+        last.get() == before + 1
+    });
+    for _ in 0..30 {
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(service.admin("/readyz").status, 200);
+        assert_eq!(service.admin("/metrics").status, 200);
+    }
+    assert_eq!(commands(&redis), last.get() + 1, "only INFO");
+    // A reset through this instance ends its cached denial.
+    let reset = json!({"policy": "p", "key": "a"}).to_string();
+    let response = support::request(&service.admin, "POST", "/v1/reset", &[], reset.as_bytes());
+    assert_eq!(response.status, 204);
+    assert_eq!(service.acquire(&json!({"policy": "p", "key": "a"})).status, 200);
 }

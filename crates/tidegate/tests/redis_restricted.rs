@@ -358,3 +358,60 @@ async fn estimated_clock_follows_a_server_whose_clock_is_set() {
         assert_eq!(left, 91, "{}: every unit still counts", quota.default_policy_name());
     }
 }
+
+// ---- Without heartbeats
+
+/// Returns the number of commands that the server has run before this one.
+fn commands(redis: &Redis) -> u64 {
+    let info: String = redis.query(&["INFO", "stats"]);
+    let total = info.lines().find_map(|line| line.strip_prefix("total_commands_processed:"));
+    total.and_then(|total| total.trim().parse().ok()).expect("in INFO")
+}
+
+/// Makes a decision, waits for longer than all intervals and than an estimate is good for, and
+/// asserts that nothing was sent until the next decision.
+async fn assert_idle_store_sends_nothing(cluster: ClusterView, clock: ClockSource) {
+    let quota = Quota::fixed_window(9, LONG).expect("valid");
+    let server = StrictServer::start(Restrictions { cluster, ..Restrictions::default() });
+    let builder = builder(&server).heartbeat(false).clock(clock);
+    let store = builder.connect().await.expect("our own server answers");
+    let charge = Charge::new("a", &quota);
+    let acquire = async || store.decide(Action::Acquire, &charge).into_future().await;
+    assert_eq!(acquire().await.expect("decided").remaining, 8);
+    assert_eq!(store.heartbeat("a").await.expect("the only one"), ["a"]);
+    assert!(store.invalidations(&Cursor::default()).is_none());
+    // The next check after a call, with an estimated clock.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let before = commands(server.redis());
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    assert_eq!(commands(server.redis()) - before, 1, "only INFO");
+    let times = server.redis().calls_of("time");
+    assert_eq!(acquire().await.expect("decided").remaining, 7);
+    let is_estimated = clock == ClockSource::Estimated;
+    assert_eq!(server.redis().calls_of("time") - times, 1, "in the script, or as a command");
+    assert_eq!(store.nodes()[0].clock_error.is_some(), is_estimated);
+}
+
+#[tokio::test]
+async fn idle_store_without_heartbeats_sends_nothing() {
+    tokio::join!(
+        assert_idle_store_sends_nothing(ClusterView::Real, ClockSource::Server),
+        assert_idle_store_sends_nothing(ClusterView::Real, ClockSource::Estimated),
+        assert_idle_store_sends_nothing(ClusterView::OneNode, ClockSource::Server),
+    );
+}
+
+/// The proxy notices the lost connection to its server, and closes ours, only with the next command.
+#[tokio::test]
+async fn connection_that_breaks_without_heartbeats_fails_one_decision() {
+    let server = StrictServer::start(Restrictions::default());
+    let builder = builder(&server).heartbeat(false);
+    let store = builder.connect().await.expect("our own server answers");
+    let quota = Quota::fixed_window(9, LONG).expect("valid");
+    let charge = Charge::new("a", &quota);
+    let acquire = async || store.decide(Action::Acquire, &charge).into_future().await;
+    let _: u64 = server.redis().query(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+    let _ = acquire().await.expect_err("the connection is lost");
+    support::until("connected again", async || store.reconnects() > 0).await;
+    assert_eq!(acquire().await.expect("decided").remaining, 8);
+}

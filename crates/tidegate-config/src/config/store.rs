@@ -47,6 +47,8 @@ pub struct StoreSettings {
     tls: Option<RedisTls>,
     cross_slot: bool,
     clock: ClockSource,
+    /// Whether commands are sent to Redis without a request. Without it, this is the only instance.
+    pub heartbeat: bool,
     /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
     /// default is assumed until the instances have agreed on their number.
     pub instances: Option<usize>,
@@ -62,6 +64,7 @@ impl Default for StoreSettings {
             tls: None,
             cross_slot: true,
             clock: ClockSource::Server,
+            heartbeat: true,
             instances: None,
             max_keys: DEFAULT_MAX_KEYS,
         }
@@ -268,6 +271,7 @@ impl RedisConfig {
             .timeout(self.settings.timeout)
             .cross_slot(self.settings.cross_slot)
             .clock(self.settings.clock)
+            .heartbeat(self.settings.heartbeat)
     }
 }
 
@@ -285,11 +289,25 @@ pub(super) fn validate(
         tls,
         cross_slot: raw.cross_slot.map_or(defaults.cross_slot, Flag::get),
         clock: one_of(document, "clock", raw.clock.as_ref(), &CLOCKS)?,
-        instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
+        heartbeat: one_of(document, "heartbeat", raw.heartbeat.as_ref(), &HEARTBEATS)?,
+        instances: raw
+            .instances
+            .as_ref()
+            .and_then(|instances| usize::try_from(instances.value.get()).ok()),
         max_keys: raw
             .max_keys
             .map_or(defaults.max_keys, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX)),
     };
+    if let Some(instances) = settings.instances.filter(|instances| *instances > 1)
+        && let Some(heartbeat) = raw.heartbeat.as_ref().filter(|_| !settings.heartbeat)
+    {
+        let message = format!(
+            "store.heartbeat: off is for a single instance, and store.instances is {instances}: \
+             several instances need heartbeats to share the limits during an outage, and to learn \
+             of refunds and resets; remove one of the two"
+        );
+        return Err(document.error_at(heartbeat, &message));
+    }
     if let Some(prefix) = &raw.prefix {
         // With a URL that is surely valid, only the prefix can be wrong.
         RedisStore::builder("redis://127.0.0.1")
@@ -342,6 +360,9 @@ pub(super) fn validate(
 
 const CLOCKS: [(&str, ClockSource); 2] =
     [("server", ClockSource::Server), ("estimated", ClockSource::Estimated)];
+/// To some readers of YAML, `on` and `off` are booleans.
+const HEARTBEATS: [(&str, bool); 4] =
+    [("on", true), ("off", false), ("true", true), ("false", false)];
 
 /// Returns the value of a field that is one of these names: the first two are shown, and the first
 /// one is the default.

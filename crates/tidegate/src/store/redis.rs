@@ -291,7 +291,7 @@ impl SharedStore for RedisStore {
         &self,
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
-        Some(async {
+        self.publisher.set.has_readers().then_some(async {
             let mut polled = self.publisher.set.poll(since).await?;
             // A manual clock replaces the server's time in all scripts.
             polled.now = self.dispatcher.driven_time().or(polled.now);

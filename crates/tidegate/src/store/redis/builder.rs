@@ -33,6 +33,7 @@ use crate::store::StoreError;
 /// | [`group_commit`](Self::group_commit) | on |
 /// | [`cross_slot`](Self::cross_slot) | on |
 /// | [`clock`](Self::clock) | that of the server |
+/// | [`heartbeat`](Self::heartbeat) | on |
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -60,6 +61,7 @@ pub struct Builder {
     pub(super) group_commit: bool,
     pub(super) cross_slot: bool,
     clock: ClockSource,
+    heartbeat: bool,
     format: u32,
     #[cfg(feature = "testing")]
     pub(super) driven_by: Option<crate::clock::ManualClock>,
@@ -88,6 +90,7 @@ impl Builder {
             group_commit: true,
             cross_slot: true,
             clock: ClockSource::Server,
+            heartbeat: true,
             format: FORMAT,
             #[cfg(feature = "testing")]
             driven_by: None,
@@ -167,6 +170,19 @@ impl Builder {
         self
     }
 
+    /// Enables or disables heartbeats, which are on by default. Without them the store sends nothing
+    /// while it is idle: no health checks, no polls of the topology and of invalidations. It is for
+    /// a single instance, and for services that bill each command.
+    ///
+    /// The instance then counts as the only one, with the whole limit during an outage, and a
+    /// `DenyCache` does not notice refunds and resets of other processes for up to five seconds. A
+    /// connection that was lost without a notice is found by the first call on it, which fails.
+    #[must_use]
+    pub fn heartbeat(mut self, enabled: bool) -> Self {
+        self.heartbeat = enabled;
+        self
+    }
+
     /// Replaces the server's time in all scripts by this clock's. For tests only.
     #[cfg(feature = "testing")]
     #[must_use]
@@ -220,8 +236,8 @@ impl Builder {
     /// Panics outside of a Tokio runtime.
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
         let (seeds, options) = self.validate()?;
-        let Self { timeout, clock, .. } = self;
-        let settings = NodeSettings { timeout, clock };
+        let Self { timeout, clock, heartbeat, .. } = self;
+        let settings = NodeSettings { timeout, clock, heartbeat };
         let topology = Arc::new(Topology::start(seeds, options, settings));
         let format_mark = format_mark(self.format);
         Ok(RedisStore {

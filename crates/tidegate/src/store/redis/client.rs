@@ -55,6 +55,9 @@ pub(super) struct NodeSettings {
     /// Timeout of a call.
     pub(super) timeout: Duration,
     pub(super) clock: ClockSource,
+    /// Whether commands are sent without a call of the user: heartbeats, health checks, refreshes
+    /// of the topology.
+    pub(super) heartbeat: bool,
 }
 
 /// Expected kind of the node, which the handshake checks.
@@ -464,7 +467,7 @@ impl NodeShared {
 
     /// Waits until the connection fails, and returns the reason. Sends a health check after an
     /// interval without replies, and after a call without a reply; an estimated clock needs its
-    /// reply every second.
+    /// reply every second. Without heartbeats, nothing is sent while there are no calls.
     async fn monitor(&self, connection: &RedisConnection, mut driver: JoinHandle<()>) -> NodeError {
         let mut last_check = connection.connected_at;
         loop {
@@ -476,9 +479,13 @@ impl NodeShared {
                 () = self.health_check.notified() => {}
                 () = sleep(HEALTH_CHECK_INTERVAL) => {
                     let is_in_use = self.replies.load(Ordering::Relaxed) != before;
-                    let needs_sample = self.clock() == ClockSource::Estimated
-                        && last_check.elapsed() >= SAMPLE_INTERVAL;
-                    if is_in_use && !needs_sample {
+                    let is_due = if is_in_use {
+                        self.clock() == ClockSource::Estimated
+                            && last_check.elapsed() >= SAMPLE_INTERVAL
+                    } else {
+                        self.settings.heartbeat
+                    };
+                    if !is_due {
                         continue;
                     }
                 }

@@ -268,6 +268,11 @@ impl TopologyState {
         self.settings.timeout
     }
 
+    /// Returns whether commands are sent without a call of the user.
+    pub(super) fn has_heartbeat(&self) -> bool {
+        self.settings.heartbeat
+    }
+
     /// Returns whether there is a single server, and nothing that may replace it.
     pub(super) fn is_standalone(&self) -> bool {
         matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty()

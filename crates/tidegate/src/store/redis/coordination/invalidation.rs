@@ -52,14 +52,15 @@ pub(crate) struct InvalidationSet {
 }
 
 impl PendingInvalidation {
-    /// Returns `None` for an action that returns no units.
+    /// Returns `None` for an action that returns no units, and if heartbeats are off: no other
+    /// instance has a cache.
     pub(crate) fn of(
         publisher: &Arc<Publisher>,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Option<Self> {
         let counts = || charges.iter().map(CountId::of).collect();
-        matches!(action, Action::Refund | Action::Reset)
+        (matches!(action, Action::Refund | Action::Reset) && publisher.set.has_readers())
             .then(|| Self { publisher: Arc::clone(publisher), counts: counts() })
     }
 
@@ -83,6 +84,11 @@ impl Drop for PendingInvalidation {
 impl InvalidationSet {
     pub(crate) fn new(topology: &Arc<Topology>, prefix: &str) -> Self {
         Self { topology: Arc::clone(topology), key: internal_key(prefix, "news") }
+    }
+
+    /// Returns whether other instances may read it.
+    pub(crate) fn has_readers(&self) -> bool {
+        self.topology.state().has_heartbeat()
     }
 
     /// Publishes invalidations by one call.
