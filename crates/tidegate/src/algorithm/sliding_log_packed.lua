@@ -246,7 +246,7 @@ algorithms[2] = {
     local log, stored_units = read_log(key, quota)
     log.live = log.count
     if log.count > log.first and log.newest + quota.window > now then
-      log.stepped_back = log.newest > now
+      log.stepped_back = log.newest > now and log.newest
       -- Few requests have left since the last write, so this is a galloping search from `first` on.
       local lives = function(i) return time_at(log, i) + quota.window > now end
       local low, high, step = log.first, log.first, 1
