@@ -11,18 +11,17 @@ use tidegate::store::redis::Reply;
 use tidegate::{Fleet, RedisStore, StoreError};
 
 use crate::tool::redis_info::{self, Info};
-use restrictions::ScriptRestrictions;
 use tidegate_config::{RedisConfig, RedisTopology};
 
 mod acl;
 mod clock;
 mod cluster;
 mod connection;
+mod declared_keys;
 mod keys;
 mod latency;
 mod memory;
 mod replicas;
-mod restrictions;
 mod routing;
 mod sentinels;
 mod version;
@@ -172,10 +171,10 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
         }
         memory::check(node).await;
         replicas::check(node, &mut clocks).await;
-        let restrictions = ScriptRestrictions::of(node).await;
-        clocks.measure(node, restrictions).await;
-        restrictions.report(node);
+        clocks.measure(node).await;
+        declared_keys::check(node).await;
         latency::check(node, primaries.len()).await;
+        clock::check_source(node);
         let largest_log = keys::check(node).await.max(options.largest_log);
         memory::check_lazy_freeing(node, largest_log).await;
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use redis::{FromRedisValue, RedisError};
 use support::{ClusterView, Databases, Refusal, Restrictions, ScriptCache, StrictServer};
 use support::{LONG, TEST_TIMEOUT, every_quota};
-use tidegate::store::redis::Builder;
+use tidegate::store::redis::{Builder, ClockSource};
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{Charge, Limiter, RedisStore};
 
@@ -39,6 +39,11 @@ async fn store_conforms_to_the_model_behind_enterprise() {
 }
 
 #[tokio::test]
+async fn store_conforms_to_the_model_behind_serverless() {
+    assert_conforms(Restrictions::serverless(), 100).await;
+}
+
+#[tokio::test]
 async fn store_conforms_to_the_model_behind_dragonfly() {
     assert_conforms(Restrictions::dragonfly(), 30).await;
 }
@@ -48,19 +53,21 @@ async fn store_conforms_to_the_model_behind_alibaba() {
     assert_conforms(Restrictions::alibaba_without_script_check(), 100).await;
 }
 
+/// Keys of a storm; fewer where each script waits for another process.
 const KEYS: usize = 150;
+const FEW_KEYS: usize = 30;
 const LIMIT: u64 = 5;
 /// Requests of each key.
 const REQUESTS: usize = 8;
 
 /// Sends requests of many keys at the same time, single ones and pairs. Each is decided by the
 /// server, and exactly the limit is admitted.
-async fn assert_storm_is_exact(server: &StrictServer) {
-    let limiter = limiter(builder(server)).await;
+async fn assert_storm_is_exact(server: &StrictServer, builder: Builder, keys: usize) {
+    let limiter = limiter(builder).await;
     for quota in every_quota(LIMIT, LONG) {
-        let tasks = (0..KEYS * REQUESTS).map(|request| {
+        let tasks = (0..keys * REQUESTS).map(|request| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
-            let key = format!("user-{}", request % KEYS);
+            let key = format!("user-{}", request % keys);
             tokio::spawn(async move {
                 let decision = limiter.acquire(&Charge::new(&key, &quota)).await.expect("decided");
                 u64::from(decision.allowed)
@@ -70,14 +77,14 @@ async fn assert_storm_is_exact(server: &StrictServer) {
         for task in tasks.collect::<Vec<_>>() {
             admitted += task.await.expect("no panic");
         }
-        assert_eq!(admitted, KEYS as u64 * LIMIT, "{}", quota.default_policy_name());
+        assert_eq!(admitted, keys as u64 * LIMIT, "{}", quota.default_policy_name());
 
         // Both keys of a pair are charged, or none.
-        let pairs = (0..KEYS * REQUESTS).map(|request| {
+        let pairs = (0..keys * REQUESTS).map(|request| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
-            let keys = [format!("left-{}", request % KEYS), format!("right-{}", request % KEYS)];
+            let pair = [format!("left-{}", request % keys), format!("right-{}", request % keys)];
             tokio::spawn(async move {
-                let charges = [Charge::new(&keys[0], &quota), Charge::new(&keys[1], &quota)];
+                let charges = [Charge::new(&pair[0], &quota), Charge::new(&pair[1], &quota)];
                 let decisions = limiter.acquire_all(&charges).await.expect("decided");
                 u64::from(decisions.is_allowed())
             })
@@ -87,8 +94,8 @@ async fn assert_storm_is_exact(server: &StrictServer) {
             admitted += task.await.expect("no panic");
         }
         // A pair in two slots may be denied while another one is undone, never admitted above.
-        assert!(admitted <= KEYS as u64 * LIMIT, "{}", quota.default_policy_name());
-        assert!(admitted >= KEYS as u64, "{admitted}: {}", quota.default_policy_name());
+        assert!(admitted <= keys as u64 * LIMIT, "{}", quota.default_policy_name());
+        assert!(admitted >= keys as u64, "{admitted}: {}", quota.default_policy_name());
         for key in ["left-0", "right-0"] {
             let peeked = limiter.peek(&Charge::new(key, &quota)).await.expect("decided");
             assert!(peeked.remaining <= LIMIT);
@@ -99,10 +106,65 @@ async fn assert_storm_is_exact(server: &StrictServer) {
     assert!(server.max_words() <= 260, "{} words", server.max_words());
 }
 
+/// Asserts that the store has learned a restriction from its first errors: those of the calls that
+/// were in flight, with up to 128 slots each.
+fn assert_learned(server: &StrictServer, reason: Refusal) {
+    let refused = server.refusals(reason);
+    assert!(refused > 0 && 10 * refused < server.calls(), "{refused} refusals: {reason:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn storm_is_exact_behind_enterprise() {
+    let server = StrictServer::start(Restrictions::enterprise());
+    assert_storm_is_exact(&server, builder(&server), KEYS).await;
+    assert_learned(&server, Refusal::CrossSlot);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn storm_is_exact_behind_serverless() {
+    let server = StrictServer::start(Restrictions::serverless());
+    assert_storm_is_exact(&server, builder(&server), KEYS).await;
+    assert_learned(&server, Refusal::Time);
+    assert_learned(&server, Refusal::UndeclaredKey);
+    assert!(server.refusals(Refusal::NoScript) > 20, "at any time");
+    assert_eq!(server.refusals(Refusal::CrossSlot), 0);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn storm_is_exact_behind_dragonfly() {
     let server = StrictServer::start(Restrictions::dragonfly());
-    assert_storm_is_exact(&server).await;
+    assert_storm_is_exact(&server, builder(&server), FEW_KEYS).await;
+    assert_eq!(server.refusals(Refusal::UndeclaredKey), 0);
+    // Its TIME, as a command, replies with integers.
+    server.redis().query::<()>(&["FLUSHALL"]);
+    assert_storm_is_exact(&server, builder(&server).clock(ClockSource::Estimated), FEW_KEYS).await;
+}
+
+/// Its Lua does not know the first line of scripts that cross slots.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn storm_is_exact_behind_dragonfly_as_a_cluster() {
+    let cluster = ClusterView::OneNode;
+    let server = StrictServer::start(Restrictions { cluster, ..Restrictions::dragonfly() });
+    assert_storm_is_exact(&server, builder(&server), FEW_KEYS).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn storm_is_exact_behind_alibaba() {
+    let server = StrictServer::start(Restrictions::alibaba_without_script_check());
+    assert_storm_is_exact(&server, builder(&server), KEYS).await;
+    assert_learned(&server, Refusal::CrossSlot);
+}
+
+/// With the check of script texts, no decision works. The error says why, and nothing is admitted
+/// by mistake.
+#[tokio::test]
+async fn checked_script_text_is_an_error_of_the_store() {
+    let server = StrictServer::start(Restrictions::alibaba());
+    let limiter = limiter(builder(&server)).await;
+    for quota in every_quota(LIMIT, LONG) {
+        let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("refused");
+        assert!(error.to_string().contains("using the KEYS array"), "{error}");
+    }
 }
 
 // ---- The proxy itself

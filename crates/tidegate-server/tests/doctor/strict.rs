@@ -1,5 +1,7 @@
-use crate::support::{Databases, Redis, Restrictions, ScriptCache, StrictServer, valkey_9};
-use crate::{advice_of, assert_found, findings_of, run_checks, wait_until};
+use crate::support::{
+    Databases, Redis, Refusal, Restrictions, ScriptCache, StrictServer, valkey_9,
+};
+use crate::{advice_of, assert_found, doctor_with, findings_of, report, run_checks, wait_until};
 
 const SHARDS: &str = "one address in front of shards: scripts with keys of several slots are \
                       refused; Tidegate makes one call per slot";
@@ -28,6 +30,7 @@ fn refused_undeclared_keys_are_named() {
         let (found, _) = run_checks(&server.url());
         assert_found(&found, "scripts", "note", UNDECLARED);
         assert_found(&found, "scripts", "ok", "works");
+        assert_found(&found, "clock", "ok", "this machine's clock");
         server.redis().assert_every_key_expires();
     }
     let plain = StrictServer::start(Restrictions::default());
@@ -75,4 +78,33 @@ fn node_of_valkey_without_others_is_a_cluster() {
     });
     let (found, _) = run_checks(&node.url());
     assert_found(&found, "topology", "ok", "a cluster of 1 primaries");
+}
+
+#[test]
+fn virtual_node_of_a_service_is_fit() {
+    let server = StrictServer::start(Restrictions::serverless());
+    let (found, code) = run_checks(&server.url());
+    assert_eq!(code, Some(0), "{found}");
+    assert_found(&found, "failover", "note", "one node has all slots");
+    assert_found(&found, "scripts", "note", UNDECLARED);
+    assert_found(&found, "scripts", "ok", "works");
+    server.redis().assert_every_key_expires();
+}
+
+#[test]
+fn refused_time_is_named_with_the_clock_that_runs() {
+    let time_in_scripts = Some("ERR This Redis command is not allowed from script");
+    let server = StrictServer::start(Restrictions { time_in_scripts, ..Restrictions::default() });
+    let (found, code) = run_checks(&server.url());
+    assert_eq!(code, Some(0), "{found}");
+    assert_found(&found, "clock", "note", "TIME is refused inside scripts: the clock is estimated");
+    assert_found(&found, "clock", "note", "at most half a round trip, ");
+    assert_found(&found, "scripts", "ok", "works");
+    assert!(server.refusals(Refusal::Time) > 0);
+
+    let config = format!("store: {{redis: '{}', clock: estimated}}\npolicies: []\n", server.url());
+    server.restrict(Restrictions::default());
+    let (found, code) = report(&doctor_with(&config, &["--json", "--probes", "5"]));
+    assert_eq!(code, Some(0), "{found}");
+    assert_found(&found, "clock", "note", "store.clock is estimated: the clock is estimated");
 }

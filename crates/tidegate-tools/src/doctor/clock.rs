@@ -3,9 +3,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tidegate::store::redis::Reply;
+use tidegate::store::redis::{ClockSource, Reply, Restriction};
 
-use super::restrictions::ScriptRestrictions;
 use super::{DoctorReport, Finding, NodeRole, NodeUnderTest};
 use tidegate_api::duration;
 
@@ -27,11 +26,7 @@ struct MeasuredClock {
 
 impl Clocks {
     /// Measures the clock of one node and compares it with this machine's.
-    pub(super) async fn measure(
-        &mut self,
-        node: &mut NodeUnderTest<'_>,
-        restrictions: ScriptRestrictions,
-    ) {
+    pub(super) async fn measure(&mut self, node: &mut NodeUnderTest<'_>) {
         let mut best: Option<(i64, i64)> = None;
         for _ in 0..SAMPLES {
             let sent = micros_now();
@@ -57,14 +52,6 @@ impl Clocks {
         } else {
             Finding::ok(CHECK, message)
         });
-        if restrictions.time {
-            let message = format!(
-                "TIME is refused inside scripts: the clock is estimated, by the command TIME once \
-                 per second; the error is at most half a round trip, {} here",
-                readable(uncertainty)
-            );
-            node.add(Finding::note(CHECK, message));
-        }
     }
 
     /// Compares the clocks of the nodes with each other.
@@ -89,6 +76,26 @@ impl Clocks {
     }
 }
 
+/// Reports an estimated clock, after the node has made decisions with it.
+pub(super) fn check_source(node: &mut NodeUnderTest<'_>) {
+    let nodes = node.store.nodes();
+    let Some(health) = nodes.iter().find(|health| health.address == node.address) else { return };
+    if health.clock != ClockSource::Estimated {
+        return;
+    }
+    let is_refused = health.restrictions.contains(&Restriction::TimeInScripts);
+    let reason =
+        if is_refused { "TIME is refused inside scripts" } else { "store.clock is estimated" };
+    let error = health.clock_error.map_or_else(String::new, |error| {
+        format!(", {} now", readable(i64::try_from(error.as_micros()).unwrap_or(i64::MAX)))
+    });
+    let message = format!(
+        "{reason}: the clock is estimated, by the command TIME once per second; its error is at \
+         most half a round trip{error}"
+    );
+    node.add(Finding::note(CHECK, message));
+}
+
 fn micros_now() -> i64 {
     micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
 }
@@ -109,10 +116,16 @@ fn readable(micros: i64) -> String {
 /// Parses the reply of TIME.
 fn server_micros(reply: &Reply) -> Option<i64> {
     let Reply::List(parts) = reply else { return None };
-    let [Reply::Text(seconds), Reply::Text(micros)] = parts.as_slice() else { return None };
+    // Dragonfly returns integers.
+    let number = |part: &Reply| match part {
+        Reply::Text(text) => text.parse().ok(),
+        Reply::Integer(number) => Some(*number),
+        _ => None,
+    };
+    let [seconds, micros] = parts.as_slice() else { return None };
     // Envoy's proxy returns all microseconds since 1970 as the second number.
-    let micros = micros.parse::<i64>().ok().filter(|micros| (0..1_000_000).contains(micros))?;
-    Some(seconds.parse::<i64>().ok()?.checked_mul(1_000_000)? + micros)
+    let micros = number(micros).filter(|micros| (0..1_000_000).contains(micros))?;
+    Some(number(seconds)?.checked_mul(1_000_000)? + micros)
 }
 
 #[cfg(test)]

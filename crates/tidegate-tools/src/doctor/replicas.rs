@@ -4,7 +4,6 @@ use tidegate::StoreError;
 use tidegate::store::redis::Reply;
 
 use super::clock::Clocks;
-use super::restrictions::ScriptRestrictions;
 use super::{Finding, NodeRole, NodeUnderTest, acl, cluster, connection, read_info, sentinels};
 use crate::tool::redis_info::Replica;
 use tidegate_config::RedisTopology;
@@ -99,7 +98,7 @@ async fn check_replica(primary: &mut NodeUnderTest<'_>, address: &str, clocks: &
         replica.add(Finding::warning("eviction-policy", message).advice(advice));
     }
     acl::check_replica(&mut replica).await;
-    clocks.measure(&mut replica, ScriptRestrictions::default()).await;
+    clocks.measure(&mut replica).await;
 }
 
 /// Describes a replica that clients could not use after a failover to it.

@@ -93,11 +93,14 @@ impl Restrictions {
         }
     }
 
-    /// Amazon `ElastiCache` Serverless, with TIME as reported by its users.
+    /// Amazon `ElastiCache` Serverless. The texts of TIME and undeclared keys are those that its users
+    /// report.
     pub(crate) fn serverless() -> Self {
         Self {
             cross_slot: Some(CROSS_SLOT),
-            undeclared_keys: Some("ERR Script attempted to access an undeclared key"),
+            undeclared_keys: Some(
+                "ERR Script attempted to access keys that do not hash to the same slot ",
+            ),
             time_in_scripts: Some("ERR This Redis command is not allowed from script"),
             no_keys: Some("ERR Lua scripts without any input keys are not supported"),
             max_arguments: 3_999,
