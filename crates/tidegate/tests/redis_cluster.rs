@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, until};
+use support::{Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, until, valkey_9};
 use tidegate::testing::conformance;
 use tidegate::{
     Action, Charge, DenyCache, Error, Limiter, ManualClock, MemoryStore, Quota, RedisStore,
@@ -29,9 +29,18 @@ async fn driven(cluster: &Cluster, clock: ManualClock) -> Limiter<RedisStore> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
-    let cluster = Cluster::start();
-    conformance(support::seeds(150), async |clock| driven(&cluster, clock).await).await;
-    support::assert_exact_under_concurrency(&limiter(&cluster).await).await;
+    assert_conforms_and_is_exact(&Cluster::start(), 150).await;
+}
+
+/// A short form of `make test-newest`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_store_on_a_cluster_of_the_newest_server_conforms_and_is_exact() {
+    assert_conforms_and_is_exact(&Cluster::start_program(&valkey_9()), 50).await;
+}
+
+async fn assert_conforms_and_is_exact(cluster: &Cluster, seeds: u64) {
+    conformance(support::seeds(seeds), async |clock| driven(cluster, clock).await).await;
+    support::assert_exact_under_concurrency(&limiter(cluster).await).await;
 
     // A single URL of a node is enough.
     let one = RedisStore::builder(&cluster.urls()[0])

@@ -116,7 +116,11 @@ pub(super) struct RawListen {
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 #[schemars(rename = "Store", transform = rules([
-    excludes("redis", "sentinel"), needs("password_file", &["redis", "sentinel"])
+    excludes("redis", "sentinel"), needs("password_file", &["redis", "sentinel"]),
+    json!({
+        "if": {"required": ["heartbeat"], "properties": {"heartbeat": {"enum": ["off", false, "false"]}}},
+        "then": {"properties": {"instances": {"maximum": 1}}}
+    })
 ]))]
 pub(super) struct RawStore {
     /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some
@@ -142,10 +146,20 @@ pub(super) struct RawStore {
     /// Whether one call may decide keys of several slots of a cluster node; true by default. It needs
     /// Redis 7 or Valkey, and a node that refuses it gets one call per slot.
     pub(super) cross_slot: Option<Flag>,
+    /// Clock of decisions by Redis: `server`, which is the default, or `estimated` for servers that
+    /// refuse TIME in scripts. A server that refuses it gets an estimated clock anyway.
+    #[schemars(with = "Option<String>", pattern("^(server|estimated)$"))]
+    pub(super) clock: Option<Spanned<String>>,
+    /// Whether commands are sent to Redis without a request: heartbeats, health checks, polls; `on`
+    /// by default. `off` is for a single instance, where each command is billed.
+    #[schemars(extend("enum" = ["on", "off", true, false, "true", "false", null]))]
+    #[schemars(with = "serde_json::Value")]
+    pub(super) heartbeat: Option<Spanned<String>>,
     /// Minimum number of instances of Tidegate. During an outage of Redis, each instance enforces
     /// its share of the limits. Instances learn their number through Redis; this setting is for
     /// those that start during an outage, which otherwise assume 10.
-    pub(super) instances: Option<Bounded<1, 10_000>>,
+    #[schemars(with = "Option<Bounded<1, 10_000>>")]
+    pub(super) instances: Option<Spanned<Bounded<1, 10_000>>>,
     /// Maximum number of keys in memory; 10,000,000 by default.
     pub(super) max_keys: Option<Bounded<1, 1_000_000_000_000>>,
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustls::pki_types::ServerName;
 use serde_saphyr::Spanned;
 use tidegate::RedisStore;
-use tidegate::store::redis::{Builder, Tls};
+use tidegate::store::redis::{Builder, ClockSource, Tls};
 
 use super::raw;
 use crate::Secret;
@@ -46,6 +46,9 @@ pub struct StoreSettings {
     timeout: Duration,
     tls: Option<RedisTls>,
     cross_slot: bool,
+    clock: ClockSource,
+    /// Whether commands are sent to Redis without a request. Without it, this is the only instance.
+    pub heartbeat: bool,
     /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
     /// default is assumed until the instances have agreed on their number.
     pub instances: Option<usize>,
@@ -60,6 +63,8 @@ impl Default for StoreSettings {
             timeout: DEFAULT_TIMEOUT,
             tls: None,
             cross_slot: true,
+            clock: ClockSource::Server,
+            heartbeat: true,
             instances: None,
             max_keys: DEFAULT_MAX_KEYS,
         }
@@ -265,6 +270,8 @@ impl RedisConfig {
             .prefix(&self.settings.prefix)
             .timeout(self.settings.timeout)
             .cross_slot(self.settings.cross_slot)
+            .clock(self.settings.clock)
+            .heartbeat(self.settings.heartbeat)
     }
 }
 
@@ -281,11 +288,26 @@ pub(super) fn validate(
         timeout: raw.timeout.map_or(defaults.timeout, raw::StoreTimeout::get),
         tls,
         cross_slot: raw.cross_slot.map_or(defaults.cross_slot, Flag::get),
-        instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
+        clock: one_of(document, "clock", raw.clock.as_ref(), &CLOCKS)?,
+        heartbeat: one_of(document, "heartbeat", raw.heartbeat.as_ref(), &HEARTBEATS)?,
+        instances: raw
+            .instances
+            .as_ref()
+            .and_then(|instances| usize::try_from(instances.value.get()).ok()),
         max_keys: raw
             .max_keys
             .map_or(defaults.max_keys, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX)),
     };
+    if let Some(instances) = settings.instances.filter(|instances| *instances > 1)
+        && let Some(heartbeat) = raw.heartbeat.as_ref().filter(|_| !settings.heartbeat)
+    {
+        let message = format!(
+            "store.heartbeat: off is for a single instance, and store.instances is {instances}: \
+             several instances need heartbeats to share the limits during an outage, and to learn \
+             of refunds and resets; remove one of the two"
+        );
+        return Err(document.error_at(heartbeat, &message));
+    }
     if let Some(prefix) = &raw.prefix {
         // With a URL that is surely valid, only the prefix can be wrong.
         RedisStore::builder("redis://127.0.0.1")
@@ -334,6 +356,28 @@ pub(super) fn validate(
         .check()
         .map_err(|error| document.error_at(&urls, &format!("store: {error}")))?;
     Ok((StoreConfig::Redis(Box::new(redis)), files))
+}
+
+const CLOCKS: [(&str, ClockSource); 2] =
+    [("server", ClockSource::Server), ("estimated", ClockSource::Estimated)];
+/// To some readers of YAML, `on` and `off` are booleans.
+const HEARTBEATS: [(&str, bool); 4] =
+    [("on", true), ("off", false), ("true", true), ("false", false)];
+
+/// Returns the value of a field that is one of these names: the first two are shown, and the first
+/// one is the default.
+fn one_of<T: Copy>(
+    document: &Document<'_>,
+    field: &str,
+    name: Option<&Spanned<String>>,
+    values: &[(&str, T)],
+) -> Result<T, ConfigError> {
+    let Some(name) = name else { return Ok(values[0].1) };
+    let value = values.iter().find(|(value, _)| *value == name.value).map(|(_, value)| *value);
+    value.ok_or_else(|| {
+        let message = format!("store.{field} must be {} or {}", values[0].0, values[1].0);
+        document.error_at(name, &message)
+    })
 }
 
 /// Returns the sentinels and the position of their addresses.

@@ -17,6 +17,8 @@ mod managed;
 mod proxies;
 /// Users of replicas.
 mod replicas;
+/// Servers with the restrictions of managed services.
+mod strict;
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};

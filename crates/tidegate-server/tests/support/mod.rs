@@ -18,10 +18,14 @@ use serde_json::Value;
 mod cluster;
 #[path = "../../../tidegate/tests/support/server.rs"]
 mod server;
+#[path = "../../../tidegate/tests/support/strict.rs"]
+mod strict;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use cluster::Cluster;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use server::{Redis, folder_in_memory, free_port};
+pub(crate) use server::{Redis, folder_in_memory, free_port, valkey_9};
+#[allow(unused_imports, reason = "each test binary uses its own part")]
+pub(crate) use strict::{ClusterView, Databases, Refusal, Restrictions, ScriptCache, StrictServer};
 
 /// Time after which a test is considered hanging.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);

@@ -8,7 +8,7 @@ use axum::{Extension, Json};
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::resilience::CircuitState;
-use tidegate::store::redis::NodeHealth;
+use tidegate::store::redis::{NodeHealth, Restriction};
 
 use super::Admin;
 use crate::api::problem::Problem;
@@ -142,6 +142,12 @@ struct NodeDetail {
     address: String,
     connected: bool,
     last_error: Option<String>,
+    /// Restrictions of the node: `undeclared_keys`, `several_slots`, `time_in_scripts`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    restrictions: Vec<&'static str>,
+    /// Maximum error of its clock, if that is estimated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    clock_error_ms: Option<f64>,
 }
 
 impl RedisDetail {
@@ -150,6 +156,8 @@ impl RedisDetail {
             address: node.address,
             connected: node.connected,
             last_error: node.last_error.filter(|_| !node.connected),
+            restrictions: node.restrictions.iter().map(Restriction::as_str).collect(),
+            clock_error_ms: node.clock_error.map(|error| error.as_secs_f64() * 1_000.0),
         };
         let nodes = redis.store().nodes();
         let open = nodes.iter().map(|node| &node.circuit).filter(|circuit| circuit.open);

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tidegate::store::redis::Reply;
+use tidegate::store::redis::{ClockSource, Reply, Restriction};
 
 use super::{DoctorReport, Finding, NodeRole, NodeUnderTest};
 use tidegate_api::duration;
@@ -76,6 +76,26 @@ impl Clocks {
     }
 }
 
+/// Reports an estimated clock, after the node has made decisions with it.
+pub(super) fn check_source(node: &mut NodeUnderTest<'_>) {
+    let nodes = node.store.nodes();
+    let Some(health) = nodes.iter().find(|health| health.address == node.address) else { return };
+    if health.clock != ClockSource::Estimated {
+        return;
+    }
+    let is_refused = health.restrictions.contains(&Restriction::TimeInScripts);
+    let reason =
+        if is_refused { "TIME is refused inside scripts" } else { "store.clock is estimated" };
+    let error = health.clock_error.map_or_else(String::new, |error| {
+        format!(", {} now", readable(i64::try_from(error.as_micros()).unwrap_or(i64::MAX)))
+    });
+    let message = format!(
+        "{reason}: the clock is estimated, by the command TIME once per second; its error is at \
+         most half a round trip{error}"
+    );
+    node.add(Finding::note(CHECK, message));
+}
+
 fn micros_now() -> i64 {
     micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
 }
@@ -96,10 +116,16 @@ fn readable(micros: i64) -> String {
 /// Parses the reply of TIME.
 fn server_micros(reply: &Reply) -> Option<i64> {
     let Reply::List(parts) = reply else { return None };
-    let [Reply::Text(seconds), Reply::Text(micros)] = parts.as_slice() else { return None };
+    // Dragonfly returns integers.
+    let number = |part: &Reply| match part {
+        Reply::Text(text) => text.parse().ok(),
+        Reply::Integer(number) => Some(*number),
+        _ => None,
+    };
+    let [seconds, micros] = parts.as_slice() else { return None };
     // Envoy's proxy returns all microseconds since 1970 as the second number.
-    let micros = micros.parse::<i64>().ok().filter(|micros| (0..1_000_000).contains(micros))?;
-    Some(seconds.parse::<i64>().ok()?.checked_mul(1_000_000)? + micros)
+    let micros = number(micros).filter(|micros| (0..1_000_000).contains(micros))?;
+    Some(number(seconds)?.checked_mul(1_000_000)? + micros)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use super::Finding;
 pub(super) const CHECK: &str = "connection";
 
 /// Part of an error, and the advice for it.
-const ADVICE: [(&str, &str); 10] = [
+const ADVICE: [(&str, &str); 11] = [
     (
         "Connection refused",
         "start Redis, or correct the host and the port: nothing accepts connections there",
@@ -25,6 +25,11 @@ const ADVICE: [(&str, &str); 10] = [
     (
         "without any password configured",
         "the server has no password: leave it out, or set requirepass on the server",
+    ),
+    (
+        "SELECT",
+        "use database 0, without a number in the URL: clusters and most services have no other; \
+         store.prefix separates the counts of several deployments",
     ),
     ("UnknownIssuer", AUTHORITY),
     // The authority has the name of a trusted one, but another key.

@@ -96,6 +96,11 @@ fn is_timeout(error: &StoreError) -> bool {
 /// Returns the finding of a decision that does not work.
 async fn script_finding(node: &NodeUnderTest<'_>, error: &StoreError) -> Finding {
     let message = format!("a decision does not work: {error}");
+    if message.contains("KEYS array") {
+        let advice = "set the parameter script_check_enable of the instance to 0 (Alibaba Cloud): \
+                      its proxy refuses scripts that do not name KEYS[i] in each call";
+        return Finding::error("scripts", message).advice(advice);
+    }
     if !is_timeout(error) {
         return Finding::error("scripts", message);
     }

@@ -21,7 +21,8 @@ pub(super) async fn check(node: &mut NodeUnderTest<'_>) {
 
 fn check_eviction(node: &mut NodeUnderTest<'_>) {
     let Some(policy) = node.info.text("maxmemory_policy") else {
-        return node.add_unknown("eviction-policy", "INFO");
+        let message = "unknown: INFO of this server has no maxmemory_policy";
+        return node.add(Finding::note("eviction-policy", message));
     };
     if policy == "noeviction" {
         return node.add(Finding::ok("eviction-policy", policy));

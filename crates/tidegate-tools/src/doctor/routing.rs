@@ -31,6 +31,8 @@ struct PairCounts {
     separated: usize,
     /// The script is missing, although it was just loaded.
     without_script: usize,
+    /// The call is refused, because its keys are in several slots.
+    cross_slot: usize,
 }
 
 pub(super) async fn check(node: &mut NodeUnderTest<'_>) {
@@ -79,18 +81,24 @@ impl PairCounts {
                 Reply::Error(error) if is_loaded && error.starts_with("NOSCRIPT") => {
                     found.without_script += 1;
                 }
+                Reply::Error(error) if is_cross_slot(error) => found.cross_slot += 1,
                 Reply::List(values) => match values.as_slice() {
                     [Reply::Nil, _] => found.missing += 1,
                     [_, Reply::Nil] => found.separated += 1,
                     _ => found.complete += 1,
                 },
-                // Another check reports missing permissions, and the store separates keys of
-                // different slots itself.
+                // Another check reports missing permissions.
                 _ => {}
             }
         }
         found
     }
+}
+
+/// Returns whether an error refuses a script with keys of several slots: that of Redis, and that of
+/// the proxies of Alibaba Cloud.
+fn is_cross_slot(error: &str) -> bool {
+    error.starts_with("CROSSSLOT") || error.contains("must be in same slot")
 }
 
 fn findings(found: &PairCounts) -> Vec<Finding> {
@@ -119,7 +127,13 @@ fn findings(found: &PairCounts) -> Vec<Finding> {
         let advice = format!("{direct}; otherwise grant +eval: then the text of a script is sent");
         findings.push(Finding::warning(CHECK, message).advice(advice));
     }
-    if findings.is_empty() && found.complete > 0 {
+    if found.cross_slot > 0 {
+        let message = "one address in front of shards: scripts with keys of several slots are \
+                       refused; Tidegate makes one call per slot";
+        let advice = "if the service also offers the API of a cluster, use its addresses: then \
+                      one call decides all keys of a node";
+        findings.push(Finding::note(CHECK, message).advice(advice));
+    } else if findings.is_empty() && found.complete > 0 {
         findings.push(Finding::ok(CHECK, "all connections, keys and scripts reach one server"));
     }
     findings
@@ -140,10 +154,12 @@ mod tests {
             Reply::List(vec![text(), Reply::Nil]),
             Reply::Error("NOSCRIPT No matching script.".to_owned()),
             Reply::Error("NOPERM no".to_owned()),
+            Reply::Error("CROSSSLOT Keys in request don't hash to the same slot".to_owned()),
         ];
-        let expected = PairCounts { complete: 1, missing: 2, separated: 1, without_script: 1 };
+        let expected =
+            PairCounts { complete: 1, missing: 2, separated: 1, without_script: 1, cross_slot: 1 };
         assert_eq!(PairCounts::of(&replies), expected);
-        assert_eq!(findings(&expected).len(), 3);
+        assert_eq!(findings(&expected).len(), 4);
         assert_eq!(findings(&PairCounts::default()), Vec::new());
     }
 }

@@ -50,7 +50,7 @@ local bucket = {
     end
     -- The limit was lowered.
     if level >= quota.max_level then level, part = quota.max_level, 0 end
-    state.stepped_back = time > now + MAX_CLOCK_SKEW
+    state.stepped_back = time > now + MAX_CLOCK_SKEW and time
     if not state.stepped_back then state.time = math.max(time, now) end
     if time < now then
       local units, parts = mul_div_rem(now - time, quota.limit, window)

@@ -25,7 +25,7 @@ algorithms[5] = {
       if tag == 119 and is_count(count) and is_time(start) then
         state.is_stale, state.is_foreign = window ~= quota.window, false
         if start + quota.window > now then
-          state.stepped_back = start > now
+          state.stepped_back = start > now and start
           state.start, state.count = math.min(start, now), count
         end
       end

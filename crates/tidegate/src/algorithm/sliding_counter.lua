@@ -37,7 +37,7 @@ local function sliding_counter(read_numbers, write_numbers)
         state.is_foreign = false
         state.is_stale = stored_window ~= window and stored_window ~= as_text(window)
         if start + window > now then
-          state.stepped_back = start > now
+          state.stepped_back = start > now and start
           state.start, state.current = math.min(start, now), current
           state.previous = previous
         elseif start + 2 * window > now and current > 0 then

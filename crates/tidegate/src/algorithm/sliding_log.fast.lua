@@ -33,7 +33,7 @@ for i = from, to do
     local tail, is_full = sub(newest, 25), false
     is_current = tail == suffix
     if not is_current then
-      full_suffix = full_suffix or suffix .. '|' .. limit .. '|'
+      full_suffix = full_suffix or suffix .. string.format('|%.0f|', limit)
       is_full = sub(tail, 1, #full_suffix) == full_suffix
       is_current = is_full
       if not (is_full or string.find(newest, MEMBER)) then slow = i break end
@@ -99,8 +99,8 @@ for i = from, to do
       else
         local last_total = (newest and sub(newest, 18, 24) or 1000000) + total
         if last_total > 9999999 then slow = i break end
-        member = now_text .. ':' .. last_total .. suffix
-        if total ~= 1 then member = member .. ':' .. total end
+        member = now_text .. string.format(':%.0f', last_total) .. suffix
+        if total ~= 1 then member = member .. string.format(':%.0f', total) end
       end
       if total == 1 and remaining == 1 and (first or units == 0) then
         if not digits_from then
@@ -108,7 +108,7 @@ for i = from, to do
           local modulus = 100000000
           while modulus <= window do digits_from, modulus = digits_from - 1, modulus * 10 end
         end
-        member = member .. '|' .. limit .. '|' .. sub(first or now_text, digits_from, 16)
+        member = member .. string.format('|%.0f|', limit) .. sub(first or now_text, digits_from, 16)
       end
       if try('ZADD', key, now_text, member) ~= 1 then slow = i break end
       if gone == 1 then

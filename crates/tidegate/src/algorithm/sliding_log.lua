@@ -174,7 +174,7 @@ algorithms[1] = {
       state.oldest, state.units = oldest, (total - before) % TOTAL_MODULUS
     end
     state.member, state.total, state.newest, state.is_stale = newest[1], total, time, true
-    state.stepped_back = time > now
+    state.stepped_back = time > now and time
     return state
   end,
 

@@ -50,7 +50,7 @@ local function width_for(window)
 end
 
 local function set_width(log, width)
-  log.width, log.modulus, log.time_format = width, 256 ^ width, '<I' .. width
+  log.width, log.modulus, log.time_format = width, 256 ^ width, '<I' .. whole(width)
 end
 
 local function chunk_start(index)
@@ -203,7 +203,7 @@ local function read_log(key, quota)
     local is_ours = tag == SHORT and width >= 4 and width <= 6
     if is_ours and (#text - SHORT_HEADER_SIZE) % width == 0 and is_time(oldest)
       and is_time(lives_until) then
-      local newest = unpack_struct('<I' .. width, text, #text - width + 1)
+      local newest = unpack_struct('<I' .. whole(width), text, #text - width + 1)
       newest = oldest + (newest - oldest) % 256 ^ width
       return new_log(key, sub(text, SHORT_HEADER_SIZE + 1), width, newest, lives_until)
     end
@@ -246,7 +246,7 @@ algorithms[2] = {
     local log, stored_units = read_log(key, quota)
     log.live = log.count
     if log.count > log.first and log.newest + quota.window > now then
-      log.stepped_back = log.newest > now
+      log.stepped_back = log.newest > now and log.newest
       -- Few requests have left since the last write, so this is a galloping search from `first` on.
       local lives = function(i) return time_at(log, i) + quota.window > now end
       local low, high, step = log.first, log.first, 1

@@ -57,6 +57,7 @@ use self::batch::dispatch::Dispatcher;
 pub(crate) use self::blocking::run_in_background;
 pub use self::builder::Builder;
 use self::builder::Deployment;
+pub use self::client::restrictions::Restriction;
 pub use self::client::stats::Distribution;
 pub use self::client::tls::Tls;
 use self::coordination::heartbeat::Heartbeats;
@@ -65,6 +66,7 @@ pub use self::coordination::probe::SCRIPT_COMMANDS;
 pub use self::health::{NodeHealth, Reply};
 use self::routing::slots::slot_of_charge;
 use self::routing::step::Delivery;
+pub use self::script::ClockSource;
 use self::script::requests::{Operation, Request};
 use super::invalidation::{Cursor, Invalidations};
 use super::{Action, Outcome, SharedStore, Store, StoreError, collect_independent};
@@ -289,7 +291,7 @@ impl SharedStore for RedisStore {
         &self,
         since: &Cursor,
     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
-        Some(async {
+        self.publisher.set.has_readers().then_some(async {
             let mut polled = self.publisher.set.poll(since).await?;
             // A manual clock replaces the server's time in all scripts.
             polled.now = self.dispatcher.driven_time().or(polled.now);

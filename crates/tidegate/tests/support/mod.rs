@@ -7,6 +7,7 @@ mod clock;
 mod cluster;
 mod sentinel;
 mod server;
+mod strict;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,6 +17,7 @@ pub(crate) use clock::{ServerClock, redis_with_settable_clock};
 pub(crate) use cluster::Cluster;
 pub(crate) use sentinel::{NAME, Sentinels};
 pub(crate) use server::{Redis, free_port, redis_6, valkey_9};
+pub(crate) use strict::{ClusterView, Databases, Refusal, Restrictions, ScriptCache, StrictServer};
 use tidegate::{Algorithm, Charge, Encoding, Limiter, ManualClock, Quota, RedisStore, Store};
 
 /// Timeout of operations that must succeed, long enough for a slow machine.

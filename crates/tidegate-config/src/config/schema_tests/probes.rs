@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 31] = [
+pub(super) const PROBES: [Probe; 33] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -455,6 +455,16 @@ pub(super) const PROBES: [Probe; 31] = [
         place: "/store/cross_slot",
         valid: &["true", "false", "null"],
         invalid: &[r#""auto""#, "1", "[true]"],
+    },
+    Probe {
+        place: "/store/clock",
+        valid: &[r#""server""#, r#""estimated""#, "null"],
+        invalid: &[r#""local""#, r#""Server""#, "true", "[]"],
+    },
+    Probe {
+        place: "/store/heartbeat",
+        valid: &[r#""on""#, r#""off""#, "true", "null"],
+        invalid: &[r#""1s""#, r#""Off""#, r#""no""#, "0", "[]"],
     },
     Probe {
         place: "/store/max_keys",

@@ -8,6 +8,7 @@ use tokio::runtime::Handle;
 
 use super::RedisStore;
 use super::batch::dispatch::Dispatcher;
+use super::client::NodeSettings;
 use super::client::connection::{Address, ConnectionOptions};
 use super::client::stats::BucketCounters;
 use super::client::tls::Tls;
@@ -15,7 +16,7 @@ use super::client::url::Url;
 use super::coordination::heartbeat::Heartbeats;
 use super::coordination::invalidation::{InvalidationSet, Publisher};
 use super::routing::{Seeds, Topology};
-use super::script::{FORMAT, format_mark};
+use super::script::{ClockSource, FORMAT, format_mark};
 use crate::clock::SystemClock;
 use crate::store::StoreError;
 
@@ -31,6 +32,8 @@ use crate::store::StoreError;
 /// | [`tls`](Self::tls) | the certificates of the system, for `rediss://` |
 /// | [`group_commit`](Self::group_commit) | on |
 /// | [`cross_slot`](Self::cross_slot) | on |
+/// | [`clock`](Self::clock) | that of the server |
+/// | [`heartbeat`](Self::heartbeat) | on |
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -57,6 +60,8 @@ pub struct Builder {
     pub(super) tls: Option<Tls>,
     pub(super) group_commit: bool,
     pub(super) cross_slot: bool,
+    clock: ClockSource,
+    heartbeat: bool,
     format: u32,
     #[cfg(feature = "testing")]
     pub(super) driven_by: Option<crate::clock::ManualClock>,
@@ -84,6 +89,8 @@ impl Builder {
             tls: None,
             group_commit: true,
             cross_slot: true,
+            clock: ClockSource::Server,
+            heartbeat: true,
             format: FORMAT,
             #[cfg(feature = "testing")]
             driven_by: None,
@@ -154,6 +161,28 @@ impl Builder {
         self
     }
 
+    /// Sets the clock of decisions, that of the server by default. A node that refuses `TIME` in
+    /// scripts gets an estimated clock after its first error, so that this is only needed if a
+    /// server refuses it in a way that is not noticed. All instances need the same clock.
+    #[must_use]
+    pub fn clock(mut self, clock: ClockSource) -> Self {
+        self.clock = clock;
+        self
+    }
+
+    /// Enables or disables heartbeats, which are on by default. Without them the store sends nothing
+    /// while it is idle: no health checks, no polls of the topology and of invalidations. It is for
+    /// a single instance, and for services that bill each command.
+    ///
+    /// The instance then counts as the only one, with the whole limit during an outage, and a
+    /// `DenyCache` does not notice refunds and resets of other processes for up to five seconds. A
+    /// connection that was lost without a notice is found by the first call on it, which fails.
+    #[must_use]
+    pub fn heartbeat(mut self, enabled: bool) -> Self {
+        self.heartbeat = enabled;
+        self
+    }
+
     /// Replaces the server's time in all scripts by this clock's. For tests only.
     #[cfg(feature = "testing")]
     #[must_use]
@@ -207,7 +236,9 @@ impl Builder {
     /// Panics outside of a Tokio runtime.
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
         let (seeds, options) = self.validate()?;
-        let topology = Arc::new(Topology::start(seeds, options, self.timeout));
+        let Self { timeout, clock, heartbeat, .. } = self;
+        let settings = NodeSettings { timeout, clock, heartbeat };
+        let topology = Arc::new(Topology::start(seeds, options, settings));
         let format_mark = format_mark(self.format);
         Ok(RedisStore {
             publisher: Arc::new(Publisher::new(InvalidationSet::new(&topology, &self.prefix))),

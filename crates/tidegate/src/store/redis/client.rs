@@ -16,10 +16,13 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use self::backoff::Backoff;
 use self::connection::{Address, RedisConnection, SharedOptions, is_primary_role, parse_time};
-use self::error::{AttemptError, NodeError, one_line};
+use self::error::{AttemptError, NodeError, ServerError, one_line, with_address};
 use self::resp::{Command, Value};
+use self::restrictions::{Restriction, Restrictions};
+use self::server_clock::Estimate;
 use self::stats::NodeCalls;
 use super::batch::queue::Queue;
+use super::script::ClockSource;
 use super::script::call::LoadedScripts;
 use crate::random::jittered;
 use crate::store::circuit::{Circuit, CircuitOptions};
@@ -28,6 +31,7 @@ pub(super) mod backoff;
 pub(super) mod connection;
 pub(super) mod error;
 pub(super) mod resp;
+pub(super) mod restrictions;
 pub(super) mod server_clock;
 pub(super) mod stats;
 pub(super) mod tls;
@@ -45,6 +49,17 @@ pub(super) struct NodeClient {
     supervisor: JoinHandle<()>,
 }
 
+/// Settings of all nodes of a store.
+#[derive(Clone, Copy)]
+pub(super) struct NodeSettings {
+    /// Timeout of a call.
+    pub(super) timeout: Duration,
+    pub(super) clock: ClockSource,
+    /// Whether commands are sent without a call of the user: heartbeats, health checks, refreshes
+    /// of the topology.
+    pub(super) heartbeat: bool,
+}
+
 /// Expected kind of the node, which the handshake checks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
@@ -60,6 +75,7 @@ struct NodeShared {
     address: Address,
     options: SharedOptions,
     role: Role,
+    settings: NodeSettings,
     /// Timeout of a connect, handshake included, and of a health check.
     connect_timeout: Duration,
     state: watch::Sender<NodeConnection>,
@@ -73,8 +89,7 @@ struct NodeShared {
     replies: AtomicU64,
     connections: AtomicU64,
     scripts: LoadedScripts,
-    /// Whether the server does not run scripts that reach keys of other slots.
-    refuses_cross_slot: AtomicBool,
+    restrictions: Restrictions,
     last_error: Mutex<Option<NodeError>>,
 }
 
@@ -90,6 +105,8 @@ enum NodeConnection {
 const MIN_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// Interval of TIME while the server's clock is estimated.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 const CONNECT_BACKOFF: Backoff = Backoff::from_millis(50, 250);
 /// A connection that is lost sooner counts as a failed attempt, with a backoff before the next.
 const STABLE_AFTER: Duration = Duration::from_secs(1);
@@ -99,14 +116,15 @@ impl NodeClient {
         address: Address,
         options: &SharedOptions,
         role: Role,
-        timeout: Duration,
+        settings: NodeSettings,
         refresh: &RefreshTrigger,
     ) -> Self {
         let shared = Arc::new(NodeShared {
             address,
             options: Arc::clone(options),
             role,
-            connect_timeout: timeout.clamp(MIN_CONNECT_TIMEOUT, MAX_CONNECT_TIMEOUT),
+            settings,
+            connect_timeout: settings.timeout.clamp(MIN_CONNECT_TIMEOUT, MAX_CONNECT_TIMEOUT),
             state: watch::Sender::new(NodeConnection::Connecting),
             refresh: refresh.clone(),
             demoted: AtomicBool::new(false),
@@ -115,7 +133,7 @@ impl NodeClient {
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
             scripts: LoadedScripts::default(),
-            refuses_cross_slot: AtomicBool::new(false),
+            restrictions: Restrictions::default(),
             last_error: Mutex::new(None),
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
@@ -149,20 +167,51 @@ impl NodeClient {
         &self.calls
     }
 
-    /// Returns whether one call may reach keys of several slots, as far as is known.
-    pub(super) fn allows_cross_slot(&self) -> bool {
-        !self.shared.refuses_cross_slot.load(Ordering::Relaxed)
+    /// Returns whether the server is known to have this restriction.
+    pub(super) fn refuses(&self, restriction: Restriction) -> bool {
+        self.shared.restrictions.has(restriction)
     }
 
-    /// Uses one call per slot from now on, until the next reconnect.
-    pub(super) fn refuse_cross_slot(&self, reason: &str) {
-        if !self.shared.refuses_cross_slot.swap(true, Ordering::Relaxed) {
-            tracing::info!(
-                node = %self.address(),
-                reason,
-                "Redis does not allow a call to reach keys of several slots: one call per slot"
-            );
+    /// Remembers a restriction until the next reconnect, and logs it once.
+    pub(super) fn restrict(&self, restriction: Restriction, reason: &str) {
+        if self.shared.restrictions.add(restriction) {
+            tracing::info!(node = %self.address(), reason, "{}", restriction.message());
         }
+    }
+
+    /// Returns the clock of scripts on this node.
+    pub(super) fn clock(&self) -> ClockSource {
+        self.shared.clock()
+    }
+
+    /// Returns the estimate of the server's time that is in use.
+    pub(super) fn last_estimate(&self) -> Option<Estimate> {
+        match &*self.shared.state.borrow() {
+            NodeConnection::Up(connection) => connection.clock.estimate(Instant::now()),
+            _ => None,
+        }
+    }
+
+    /// Returns an estimate of the server's time for a call that is sent next. Without a recent one,
+    /// runs TIME first.
+    pub(super) async fn estimate(
+        &self,
+        on: &RedisConnection,
+        deadline: Instant,
+    ) -> Result<Estimate, AttemptError> {
+        if let Some(estimate) = on.clock.estimate(Instant::now()) {
+            return Ok(estimate);
+        }
+        let (sent, time) = (Instant::now(), resp::encode(&[Command::new("TIME")]));
+        let replies = self.within(deadline, self.send(on, &time, 1)).await;
+        let replies = replies.map_err(AttemptError::into_unsent)?;
+        if let Some(now) = replies.first().and_then(parse_time) {
+            on.clock.add_sample(now, sent, Instant::now());
+        }
+        on.clock.estimate(Instant::now()).ok_or_else(|| {
+            let reason = with_address(self.address(), "TIME has no usable reply");
+            AttemptError::Server(ServerError::Other(reason))
+        })
     }
 
     pub(super) fn is_retired(&self) -> bool {
@@ -397,7 +446,7 @@ impl NodeShared {
         let (connection, driver, mut replies) =
             RedisConnection::open(&self.address, &options, commands).await?;
         // The address may lead to another server now.
-        self.refuses_cross_slot.store(false, Ordering::Relaxed);
+        self.restrictions.forget();
         for reply in &replies {
             if let Err(error) = reply.clone().into_result() {
                 return Err(NodeError::during_handshake(&self.address, &error));
@@ -411,14 +460,16 @@ impl NodeShared {
             }
         }
         if let Some(now) = replies.last().and_then(parse_time) {
-            connection.clock.observe(now, connection.connected_at, Instant::now());
+            connection.clock.add_sample(now, connection.connected_at, Instant::now());
         }
         Ok((Arc::new(connection), driver))
     }
 
     /// Waits until the connection fails, and returns the reason. Sends a health check after an
-    /// interval without replies, and after a call without a reply.
+    /// interval without replies, and after a call without a reply; an estimated clock needs its
+    /// reply every second. Without heartbeats, nothing is sent while there are no calls.
     async fn monitor(&self, connection: &RedisConnection, mut driver: JoinHandle<()>) -> NodeError {
+        let mut last_check = connection.connected_at;
         loop {
             let before = self.replies.load(Ordering::Relaxed);
             tokio::select! {
@@ -427,23 +478,38 @@ impl NodeShared {
                 }
                 () = self.health_check.notified() => {}
                 () = sleep(HEALTH_CHECK_INTERVAL) => {
-                    if self.replies.load(Ordering::Relaxed) != before {
+                    let is_in_use = self.replies.load(Ordering::Relaxed) != before;
+                    let is_due = if is_in_use {
+                        self.clock() == ClockSource::Estimated
+                            && last_check.elapsed() >= SAMPLE_INTERVAL
+                    } else {
+                        self.settings.heartbeat
+                    };
+                    if !is_due {
                         continue;
                     }
                 }
             }
             let sent = Instant::now();
+            last_check = sent;
             let ping = [self.ping_command()];
             match timeout(self.connect_timeout, connection.wire.send(&ping)).await {
                 Ok(Ok(replies)) => {
                     if let Some(now) = replies.first().and_then(parse_time) {
-                        connection.clock.observe(now, sent, Instant::now());
+                        connection.clock.add_sample(now, sent, Instant::now());
                     }
                 }
                 Ok(Err(error)) => return NodeError::new(&self.address, &one_line(&error)),
                 Err(_) => return self.no_answer(),
             }
         }
+    }
+
+    fn clock(&self) -> ClockSource {
+        if self.restrictions.has(Restriction::TimeInScripts) {
+            return ClockSource::Estimated;
+        }
+        self.settings.clock
     }
 
     /// Returns the command of a health check. TIME also updates the server's clock.

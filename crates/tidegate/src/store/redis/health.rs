@@ -7,8 +7,10 @@ use super::RedisStore;
 use super::client::NodeClient;
 use super::client::connection::{Address, query_all_once};
 use super::client::resp::{Command, Value};
+use super::client::restrictions::Restriction;
 use super::client::stats::Distribution;
 use super::coordination::probe::probe;
+use super::script::ClockSource;
 use crate::store::StoreError;
 use crate::store::circuit::CircuitState;
 
@@ -54,6 +56,13 @@ pub struct NodeHealth {
     pub in_flight: usize,
     /// Latency of these calls in microseconds, from just before they were sent.
     pub latency: Distribution,
+    /// Clock of its decisions.
+    pub clock: ClockSource,
+    /// Maximum error of an estimated clock now; `None` if scripts read the server's clock, or if no
+    /// estimate is in use because the node was idle or is not connected.
+    pub clock_error: Option<Duration>,
+    /// Scripts that it has refused since the connection was made. This store avoids them.
+    pub restrictions: Vec<Restriction>,
 }
 
 /// Reply of a node to a plain command.
@@ -214,6 +223,7 @@ impl NodeHealth {
     pub const ALL_SLOTS: u16 = 16_384;
 
     fn of(node: &NodeClient, primary: bool) -> Self {
+        let is_estimated = primary && node.clock() == ClockSource::Estimated;
         Self {
             address: node.address().to_string(),
             connected: node.is_up(),
@@ -225,6 +235,11 @@ impl NodeHealth {
             reconnects: node.reconnects(),
             in_flight: node.calls().in_flight(),
             latency: node.calls().latency(),
+            clock: node.clock(),
+            clock_error: node.last_estimate().filter(|_| is_estimated).map(|estimate| {
+                Duration::from_micros(u64::try_from(estimate.max_error).unwrap_or(u64::MAX))
+            }),
+            restrictions: Restriction::ALL.into_iter().filter(|one| node.refuses(*one)).collect(),
         }
     }
 }

@@ -17,7 +17,7 @@ use tokio::time::{sleep, timeout};
 use self::slots::{SlotMap, SlotMoves};
 use super::client::connection::{Address, ConnectionOptions, SharedOptions};
 use super::client::error::NodeError;
-use super::client::{NodeClient, RefreshTrigger, Role};
+use super::client::{NodeClient, NodeSettings, RefreshTrigger, Role};
 use super::health::NodeHealth;
 use crate::store::StoreError;
 
@@ -48,7 +48,7 @@ pub(super) struct TopologyState {
     options: SharedOptions,
     /// Options of the connections to sentinels, if there are any.
     sentinel_options: SharedOptions,
-    timeout: Duration,
+    settings: NodeSettings,
     routes: ArcSwap<Routes>,
     /// Number of changes of all routes at once, incremented after each. Changes of single slots are
     /// counted in the slot map.
@@ -90,7 +90,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(2);
 const UNUSED_NODE_TTL: Duration = Duration::from_secs(30);
 
 impl Topology {
-    pub(super) fn start(seeds: Seeds, options: ConnectionOptions, timeout: Duration) -> Self {
+    pub(super) fn start(seeds: Seeds, options: ConnectionOptions, settings: NodeSettings) -> Self {
         let refresh = RefreshTrigger::new();
         let sentinel_options = SharedOptions::default();
         let sentinels = match &seeds {
@@ -98,7 +98,7 @@ impl Topology {
                 sentinel_options.store(Arc::new(options.clone()));
                 let options = &sentinel_options;
                 let client = |address: &Address| {
-                    NodeClient::new(address.clone(), options, Role::Sentinel, timeout, &refresh)
+                    NodeClient::new(address.clone(), options, Role::Sentinel, settings, &refresh)
                 };
                 sentinels.iter().map(|address| Arc::new(client(address))).collect()
             }
@@ -109,7 +109,7 @@ impl Topology {
         let state = Arc::new(TopologyState {
             options: Arc::new(ArcSwap::from_pointee(options)),
             sentinel_options,
-            timeout,
+            settings,
             routes: ArcSwap::from_pointee(Routes::Unknown(undiscovered)),
             full_changes: AtomicU64::new(0),
             nodes: Mutex::default(),
@@ -235,7 +235,7 @@ impl TopologyState {
             address.clone(),
             &self.options,
             role,
-            self.timeout,
+            self.settings,
             &self.refresh,
         ));
         nodes.insert(address.clone(), NodeEntry { client: Arc::clone(&node), last_used });
@@ -265,7 +265,12 @@ impl TopologyState {
 
     /// Returns the timeout of a call.
     pub(super) fn timeout(&self) -> Duration {
-        self.timeout
+        self.settings.timeout
+    }
+
+    /// Returns whether commands are sent without a call of the user.
+    pub(super) fn has_heartbeat(&self) -> bool {
+        self.settings.heartbeat
     }
 
     /// Returns whether there is a single server, and nothing that may replace it.

@@ -1,4 +1,5 @@
-//! [`Script`]: decide.lua with the files that it includes, heartbeat.lua and invalidation.lua.
+//! [`Script`]: decide.lua with the files that it includes, heartbeat.lua and invalidation.lua, each
+//! with the server's clock and with an estimated one.
 
 use std::sync::LazyLock;
 
@@ -20,6 +21,7 @@ pub(super) fn format_mark(format: u32) -> String {
 
 /// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {
+    /// Its place in [`SCRIPTS`].
     index: usize,
     text: String,
     sha: String,
@@ -37,11 +39,25 @@ pub(super) enum KeyMode {
     CrossSlot,
 }
 
+/// Clock of decisions on Redis: [`Builder::clock`](super::Builder::clock) chooses it, and
+/// [`NodeHealth::clock`](super::NodeHealth::clock) shows the one in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ClockSource {
+    /// Scripts call `TIME`.
+    #[default]
+    Server,
+    /// The store runs `TIME` as a command once per second, and scripts get the server's time as it
+    /// estimates it. The error is half a round trip at most, plus the drift of two clocks in a
+    /// second.
+    Estimated,
+}
+
 const DECIDE: &str = include_str!("script/decide.lua");
 const HEARTBEAT: &str = include_str!("coordination/heartbeat.lua");
 const INVALIDATION: &str = include_str!("coordination/invalidation.lua");
 /// Files that decide.lua includes, by name: general.lua before those that it includes itself.
-const INCLUDED: [(&str, &str); 12] = [
+const INCLUDED: [(&str, &str); 13] = [
+    CLOCK,
     ("general.lua", include_str!("script/general.lua")),
     ("arithmetic.lua", include_str!("script/arithmetic.lua")),
     ("bucket.lua", include_str!("../../algorithm/bucket.lua")),
@@ -55,17 +71,29 @@ const INCLUDED: [(&str, &str); 12] = [
     ("sliding_log_packed.lua", include_str!("../../algorithm/sliding_log_packed.lua")),
     ("sliding_log_packed.fast.lua", include_str!("../../algorithm/sliding_log_packed.fast.lua")),
 ];
+const CLOCK: (&str, &str) = ("clock.lua", include_str!("script/clock.lua"));
+const ESTIMATED_CLOCK: &str = include_str!("script/clock.estimated.lua");
+/// The time in heartbeat.lua and invalidation.lua, and the same from the last argument.
+const TIME: &str = "redis.call('TIME')";
+const TIME_ARGUMENT: &str = "{string.match(ARGV[#ARGV], '^(%d+) (%d+)$')}";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 /// Number of scripts.
-pub(super) const SCRIPT_COUNT: usize = 4;
-/// decide.lua in both modes, heartbeat.lua, invalidation.lua.
+pub(super) const SCRIPT_COUNT: usize = 8;
+/// decide.lua in both modes, heartbeat.lua, invalidation.lua; then the same with an estimated clock.
 static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
-    let (decide, mut index) = (assembled(), 0..);
+    let decide = assembled();
     let cross_slot = format!("{CROSS_SLOT}{decide}");
-    [decide, cross_slot, HEARTBEAT.to_owned(), INVALIDATION.to_owned()].map(|text| {
+    let texts = [decide, cross_slot, HEARTBEAT.to_owned(), INVALIDATION.to_owned()];
+    std::array::from_fn(|index| {
+        let text = &texts[index % texts.len()];
+        let text = if index < texts.len() {
+            text.clone()
+        } else {
+            text.replace(CLOCK.1, ESTIMATED_CLOCK).replace(TIME, TIME_ARGUMENT)
+        };
         let sha = sha1_smol::Sha1::from(&text).digest().to_string();
-        Script { index: index.next().unwrap_or(0), text, sha }
+        Script { index, text, sha }
     })
 });
 
@@ -73,6 +101,12 @@ impl Script {
     /// Returns decide.lua.
     pub(super) fn decide(mode: KeyMode) -> &'static Self {
         &SCRIPTS[mode as usize]
+    }
+
+    /// Returns the variant of this script for a clock.
+    pub(super) fn with_clock(&self, clock: ClockSource) -> &'static Self {
+        let variants = SCRIPT_COUNT / 2;
+        &SCRIPTS[self.index % variants + variants * clock as usize]
     }
 
     /// Returns heartbeat.lua.
@@ -118,6 +152,16 @@ mod tests {
     use crate::store::redis::client::resp;
 
     #[test]
+    fn estimated_scripts_take_the_time_from_their_arguments() {
+        for script in &SCRIPTS[..SCRIPT_COUNT / 2] {
+            let estimated = script.with_clock(ClockSource::Estimated);
+            assert!(script.text().contains(TIME) && !estimated.text().contains("'TIME'"));
+            assert_eq!(estimated.index(), script.index() + SCRIPT_COUNT / 2);
+            assert_eq!(estimated.with_clock(ClockSource::Server).index(), script.index());
+        }
+    }
+
+    #[test]
     fn a_script_has_all_parts() {
         let text = Script::decide(KeyMode::Declared).text();
         assert!(!text.contains("include("), "a file is missing");
@@ -136,7 +180,7 @@ mod tests {
         for (index, script) in scripts.iter().enumerate() {
             assert_eq!(script.index(), index);
         }
-        assert_eq!(scripts.len(), SCRIPT_COUNT);
+        assert_eq!(scripts.len(), SCRIPT_COUNT / 2);
     }
 
     /// The heads of the files say which variables of their includer they use. Here luacheck sees

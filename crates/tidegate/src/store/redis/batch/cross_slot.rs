@@ -63,11 +63,14 @@ pub(crate) async fn decide_all(
     let topology = dispatcher.topology();
     let mut cross_slot = None;
     let mut delivery = Some(Delivery::Shared);
-    if topology.is_cluster()
+    let node = || topology.route(slot_of_charge(&charges[0]));
+    let splits_slots = || node().is_ok_and(|node| dispatcher.splits_slots(&node));
+    if charges.len() > 1
+        && splits_slots()
         && let Some(groups) = by_slot()
     {
         let stages = stages_by_node(dispatcher, charges, &groups);
-        let node = topology.route(slot_of_charge(&charges[0]));
+        let node = node();
         let may_span = stages.len() == 1 && node.is_ok_and(|node| dispatcher.crosses_slots(&node));
         delivery = may_span.then_some(Delivery::Spanning);
         cross_slot = Some((groups, stages));
@@ -78,7 +81,7 @@ pub(crate) async fn decide_all(
             Ok(decided) => return Ok(decided.into_vec()),
             Err(CallError::Failed(error)) => return Err(error),
             // A slot is migrating and its keys are on two nodes, the node does not allow it, or the
-            // server is part of a cluster that was not detected yet.
+            // server refuses keys of several slots, which was not known yet.
             Err(CallError::CrossSlot) => {}
         }
     }

@@ -5,7 +5,10 @@
 //! any slots of the node, if the server allows it: the script declares one key and names the others
 //! as arguments. An item whose key is on another node then fails alone, has written nothing, and is
 //! sent again alone, so that the server redirects it. Where the server does not allow it, there is
-//! one call per slot.
+//! one call per slot; so it is on one address in front of several shards.
+//!
+//! Restrictions of a node are learned from its first error, and the calls that it refused, which did
+//! nothing, are sent again in the form that it allows.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -24,9 +27,10 @@ use crate::store::circuit::failure;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::error::{
     AttemptError, NodeError, ServerError, is_non_local_key, is_server_condition, item_error,
-    refuses_undeclared, with_address,
+    refuses_time, refuses_undeclared, refuses_write_after_time, with_address,
 };
-use crate::store::redis::client::server_clock::{ServerClock, ServerTimes};
+use crate::store::redis::client::restrictions::Restriction;
+use crate::store::redis::client::server_clock::{Estimate, ServerClock, ServerTimes};
 use crate::store::redis::client::stats::BucketCounters;
 use crate::store::redis::coordination::probe::{on_not_permitted, probe_until_closed};
 use crate::store::redis::routing::slots::slot_of_charge;
@@ -35,7 +39,7 @@ use crate::store::redis::routing::{Topology, TopologyState};
 use crate::store::redis::script::call::{ScriptCall, ScriptResult};
 use crate::store::redis::script::reply::{ItemReply, LATER, RequestDecisions};
 use crate::store::redis::script::requests::{EncodedRequests, OrderedItem, Request};
-use crate::store::redis::script::{KeyMode, Script};
+use crate::store::redis::script::{ClockSource, KeyMode, Script};
 
 /// Decides the requests of a store. Background tasks share it, because a refund may outlast its
 /// caller.
@@ -70,7 +74,14 @@ impl Dispatcher {
 
     /// Returns whether one call to this node may reach keys of several slots.
     pub(crate) fn crosses_slots(&self, node: &NodeClient) -> bool {
-        self.cross_slot && node.allows_cross_slot()
+        self.cross_slot
+            && self.topology().is_cluster()
+            && !node.refuses(Restriction::UndeclaredKeys)
+    }
+
+    /// Returns whether all keys of one call to this node must be in one slot.
+    pub(crate) fn splits_slots(&self, node: &NodeClient) -> bool {
+        self.topology().is_cluster() || node.refuses(Restriction::SeveralSlots)
     }
 
     /// Decides a request on keys of one node. Requests for one node share calls.
@@ -182,10 +193,11 @@ impl Dispatcher {
         &self,
         clock: &ServerClock,
         deadline: Instant,
+        estimate: Option<Estimate>,
         requests: &EncodedRequests,
     ) -> ServerTimes {
         let own_now = requests.have_times().then_some(|| self.clock.now().as_micros());
-        ServerTimes::new(clock, deadline, self.driven_time(), own_now)
+        ServerTimes::new(clock, deadline, estimate, self.driven_time(), own_now)
     }
 
     /// Returns the time of the store's own clock.
@@ -210,7 +222,24 @@ impl Dispatcher {
 struct PlannedCall {
     items: Vec<OrderedItem>,
     mode: KeyMode,
+    clock: ClockSource,
     asking: bool,
+}
+
+/// Form of the calls of a batch, which errors of the server change.
+struct CallForm {
+    /// Whether one call may reach keys of several slots that it does not declare.
+    crosses_slots: bool,
+    clock: ClockSource,
+    /// Error that made the clock an estimated one. If that helps, the node is remembered.
+    time_refusal: Option<String>,
+}
+
+impl CallForm {
+    fn estimate_clock(&mut self, reason: &str) {
+        self.clock = ClockSource::Estimated;
+        self.time_refusal = Some(reason.to_owned());
+    }
 }
 
 /// A sealed batch on its way to a node.
@@ -226,38 +255,62 @@ impl Round<'_> {
     async fn send(&self) -> Vec<ItemResult> {
         let items = self.sealed.requests.items().len();
         let mut results: Vec<ItemResult> = (0..items).map(|_| Err(NextStep::TimeOut)).collect();
-        let to_send = (0..items).filter(|item| self.sealed.repeats[*item] > 0).collect();
-        let mut calls = self.plan(to_send, self.dispatcher.crosses_slots(self.node));
+        let mut to_send: Vec<usize> =
+            (0..items).filter(|item| self.sealed.repeats[*item] > 0).collect();
+        let crosses_slots = self.dispatcher.crosses_slots(self.node);
+        let mut form = CallForm { crosses_slots, clock: self.node.clock(), time_refusal: None };
+        if self.node.refuses(Restriction::SeveralSlots) {
+            self.split_spanning(&mut to_send, &mut results);
+        }
+        let mut calls = self.plan(to_send, &form);
         while !calls.is_empty() {
-            let mut to_declare = Vec::new();
+            let mut again = Vec::new();
             for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
+                let call_items = call.items.iter().map(|ordered| ordered.item);
                 match replies {
                     Ok(replies) => {
-                        for (OrderedItem { item, .. }, reply) in call.items.iter().zip(replies) {
-                            results[*item] = self.item_result(*item, reply, call.mode);
+                        if call.clock == ClockSource::Estimated
+                            && let Some(reason) = form.time_refusal.take()
+                        {
+                            self.node.restrict(Restriction::TimeInScripts, &reason);
+                        }
+                        for (item, reply) in call_items.zip(replies) {
+                            match &reply {
+                                ItemReply::Error(reason)
+                                    if call.clock == ClockSource::Server
+                                        && refuses_write_after_time(reason) =>
+                                {
+                                    form.estimate_clock(reason);
+                                    again.push(item);
+                                }
+                                _ => results[item] = self.item_result(item, reply, call.mode),
+                            }
                         }
                     }
-                    Err(error) if call.mode == KeyMode::CrossSlot && self.may_declare(&error) => {
-                        to_declare.extend(call.items.iter().map(|ordered| ordered.item));
-                    }
+                    Err(error) if self.adapts(&mut form, call, &error) => again.extend(call_items),
                     Err(error) => {
                         let step = self.next_step(call.items[0].item, error);
-                        for OrderedItem { item, .. } in &call.items {
-                            results[*item] = Err(step.clone());
-                        }
+                        call_items.for_each(|item| results[item] = Err(step.clone()));
                     }
                 }
             }
-            // Such a request is decided slot by slot.
-            for item in &to_declare {
-                if self.sealed.deliveries[*item] == Delivery::Spanning {
-                    results[*item] = Err(NextStep::Split);
-                }
+            if self.dispatcher.splits_slots(self.node) && !form.crosses_slots {
+                self.split_spanning(&mut again, &mut results);
             }
-            to_declare.retain(|item| self.sealed.deliveries[*item] != Delivery::Spanning);
-            calls = self.plan(to_declare, false);
+            calls = self.plan(again, &form);
         }
         results
+    }
+
+    /// Takes out the requests with keys of several slots, which are decided slot by slot.
+    fn split_spanning(&self, items: &mut Vec<usize>, results: &mut [ItemResult]) {
+        items.retain(|item| {
+            let spans = self.sealed.requests.spans_slots(*item);
+            if spans {
+                results[*item] = Err(NextStep::Split);
+            }
+            !spans
+        });
     }
 
     /// Returns the results of a batch whose deadlines have all passed.
@@ -307,14 +360,15 @@ impl Round<'_> {
         }
     }
 
-    /// Returns the calls that decide these items: one for all that may share it, or on a cluster,
-    /// if it does not cross slots, one per slot.
-    fn plan(&self, items: Vec<usize>, crosses_slots: bool) -> Vec<PlannedCall> {
+    /// Returns the calls that decide these items: one for all that may share it, or on a node that
+    /// splits slots, if it does not cross them, one per slot.
+    fn plan(&self, items: Vec<usize>, form: &CallForm) -> Vec<PlannedCall> {
         let sealed = self.sealed;
+        let clock = form.clock;
         let planned = |items: &[usize], mode, asking| {
             let repeats = |item: usize| sealed.repeats[item];
             let items = sealed.requests.order(items.iter().copied(), repeats);
-            PlannedCall { items, mode, asking }
+            PlannedCall { items, mode, clock, asking }
         };
         let declared = |items: &[usize], asking| planned(items, KeyMode::Declared, asking);
         let (mut calls, mut shared) = (Vec::new(), items);
@@ -333,13 +387,13 @@ impl Round<'_> {
         });
         let slot = |item: &usize| sealed.requests.items()[*item].slot;
         let is_one_slot = !spans_slots
-            && (!self.dispatcher.topology().is_cluster()
+            && (!self.dispatcher.splits_slots(self.node)
                 || shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1])));
         if shared.is_empty() {
             // Nothing to share.
         } else if is_one_slot {
             calls.push(declared(&shared, false));
-        } else if crosses_slots || spans_slots {
+        } else if form.crosses_slots || spans_slots {
             calls.push(planned(&shared, KeyMode::CrossSlot, false));
         } else {
             shared.sort_by_key(slot);
@@ -349,22 +403,46 @@ impl Round<'_> {
         calls
     }
 
-    /// Returns whether the items of a call that would cross slots, but was not run because of this
-    /// error, can be decided slot by slot. A server that does not know such calls is remembered.
-    fn may_declare(&self, error: &AttemptError) -> bool {
-        match error {
-            AttemptError::Server(
-                ServerError::Moved(_)
-                | ServerError::Ask(_)
-                | ServerError::TryAgain
-                | ServerError::CrossSlot,
-            ) => true,
-            AttemptError::Server(ServerError::Other(reason)) if !is_server_condition(reason) => {
-                self.node.refuse_cross_slot(reason);
-                true
+    /// Returns whether the items of a call that was not run because of this error can be decided in
+    /// another form, which is the form from now on.
+    fn adapts(&self, form: &mut CallForm, call: &PlannedCall, error: &AttemptError) -> bool {
+        let AttemptError::Server(error) = error else { return false };
+        match (error, call.mode) {
+            (ServerError::Other(reason), _)
+                if call.clock == ClockSource::Server && refuses_time(reason) =>
+            {
+                form.estimate_clock(reason);
+                return true;
             }
-            _ => false,
+            (ServerError::CrossSlot(reason), KeyMode::Declared) => {
+                return self.splits_after_cross_slot(call, reason);
+            }
+            (_, KeyMode::Declared) => return false,
+            (ServerError::Moved(_) | ServerError::Ask(_) | ServerError::TryAgain, _) => {}
+            (ServerError::CrossSlot(reason), _) => {
+                self.node.restrict(Restriction::UndeclaredKeys, reason);
+            }
+            (ServerError::Other(reason), _) if !is_server_condition(reason) => {
+                self.node.restrict(Restriction::UndeclaredKeys, reason);
+            }
+            _ => return false,
         }
+        form.crosses_slots = false;
+        true
+    }
+
+    /// Returns whether the items of a call that CROSSSLOT has refused can be decided slot by slot.
+    fn splits_after_cross_slot(&self, call: &PlannedCall, reason: &str) -> bool {
+        let requests = &self.sealed.requests;
+        let slot = |ordered: &OrderedItem| requests.items()[ordered.item].slot;
+        let has_several_slots = call.items.windows(2).any(|pair| slot(&pair[0]) != slot(&pair[1]))
+            || call.items.iter().any(|ordered| requests.spans_slots(ordered.item));
+        if has_several_slots && !self.dispatcher.topology().is_cluster() {
+            // It may be a node of a cluster that was not detected.
+            self.dispatcher.topology().trigger_refresh();
+            self.node.restrict(Restriction::SeveralSlots, reason);
+        }
+        has_several_slots
     }
 
     /// Sends the calls in one pipeline. Returns for each the replies to its items.
@@ -375,9 +453,18 @@ impl Round<'_> {
             Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
         };
         let deadline = earliest.unwrap_or(*latest);
-        let times = self.dispatcher.server_times(&connection.clock, deadline, requests);
+        let is_estimated = calls.iter().any(|call| call.clock == ClockSource::Estimated);
+        let estimate = if is_estimated {
+            match self.node.estimate(&connection, *latest).await {
+                Ok(estimate) => Some(estimate),
+                Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
+            }
+        } else {
+            None
+        };
+        let times = self.dispatcher.server_times(&connection.clock, deadline, estimate, requests);
         let script_call = |call: &PlannedCall| ScriptCall {
-            script: Script::decide(call.mode),
+            script: Script::decide(call.mode).with_clock(call.clock),
             arguments: requests.arguments(&call.items, &times, call.mode),
             asking: call.asking,
         };
@@ -394,7 +481,10 @@ impl Round<'_> {
         measured.end(received);
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
             let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
-            connection.clock.observe(reply.now, sent, received);
+            // Otherwise it is our own estimate.
+            if !is_estimated {
+                connection.clock.observe(reply.now, sent, received);
+            }
             // The script ran after its deadline, perhaps only because the server's clock was set.
             // Its time is known now.
             reply.items.ok_or(AttemptError::Late)
@@ -410,7 +500,8 @@ impl Round<'_> {
         let error = match ServerError::new(self.node.address(), reason) {
             error @ (ServerError::NotWritable(_) | ServerError::NotReady(_)) => error,
             _ if mode == KeyMode::CrossSlot && refuses_undeclared(reason) => {
-                self.node.refuse_cross_slot(&with_address(self.node.address(), reason));
+                let reason = with_address(self.node.address(), reason);
+                self.node.restrict(Restriction::UndeclaredKeys, &reason);
                 ServerError::NonLocalKey
             }
             _ if is_non_local_key(reason) => ServerError::NonLocalKey,

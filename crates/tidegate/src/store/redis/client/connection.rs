@@ -238,7 +238,11 @@ pub(crate) fn is_primary_role(role: &Value) -> bool {
 /// Parses a reply of TIME to microseconds.
 pub(crate) fn parse_time(reply: &Value) -> Option<i64> {
     let Value::Array(parts) = reply else { return None };
-    let number = |part: &Value| part.text()?.parse::<i64>().ok();
+    // Dragonfly returns integers.
+    let number = |part: &Value| match part {
+        Value::Integer(number) => Some(*number),
+        part => part.text()?.parse().ok(),
+    };
     let [seconds, micros] = parts.as_slice() else { return None };
     // Envoy's proxy returns all microseconds since 1970 as the second number.
     let micros = number(micros).filter(|micros| (0..1_000_000).contains(micros))?;

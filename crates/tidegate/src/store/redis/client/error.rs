@@ -45,8 +45,9 @@ pub(crate) enum ServerError {
     Ask(Address),
     /// The slot is migrating, and the keys are on both nodes.
     TryAgain,
-    /// The keys belong to different slots: the server is part of a cluster that we did not detect.
-    CrossSlot,
+    /// The keys belong to different slots: the server is part of a cluster that we did not detect,
+    /// or one address in front of several shards.
+    CrossSlot(String),
     /// A key of the call is on another node, although its slot is not: the slot is migrating.
     NonLocalKey,
     /// The script is not cached.
@@ -114,13 +115,15 @@ impl ServerError {
             "MOVED" => target().map_or(Self::Other(reason), Self::Moved),
             "ASK" => target().map_or(Self::Other(reason), Self::Ask),
             "TRYAGAIN" => Self::TryAgain,
-            "CROSSSLOT" => Self::CrossSlot,
+            "CROSSSLOT" => Self::CrossSlot(reason),
             "NOSCRIPT" => Self::NoScript,
             "READONLY" | "CLUSTERDOWN" => Self::NotWritable(reason),
             "LOADING" | "MASTERDOWN" => Self::NotReady(reason),
             // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
             // You can't write …`.
             "ERR" if text.contains("-READONLY ") => Self::NotWritable(reason),
+            // Proxies have their own text: `ERR eval/evalsha command keys must be in same slot`.
+            "ERR" if text.contains("same slot") => Self::CrossSlot(reason),
             _ => Self::Other(reason),
         }
     }
@@ -158,11 +161,9 @@ impl AttemptError {
                     format!("too many redirects, the last one to {address}")
                 }
                 ServerError::TryAgain | ServerError::NonLocalKey => MIGRATING.to_owned(),
-                ServerError::CrossSlot => {
-                    "CROSSSLOT: the keys belong to different slots".to_owned()
-                }
                 ServerError::NoScript => NO_SCRIPT.to_owned(),
-                ServerError::NotWritable(reason)
+                ServerError::CrossSlot(reason)
+                | ServerError::NotWritable(reason)
                 | ServerError::NotReady(reason)
                 | ServerError::Other(reason) => reason,
             }),
@@ -227,6 +228,28 @@ pub(crate) fn is_not_permitted(reason: &str) -> bool {
 /// require, or only keys of one slot.
 pub(crate) fn refuses_undeclared(reason: &str) -> bool {
     ["undeclared", "not declared", "hash to the same slot"].iter().any(|part| reason.contains(part))
+}
+
+/// Returns whether an error of a whole script call may mean that the server refuses TIME in scripts.
+/// Some texts name no command, so that only a call without TIME shows it.
+pub(crate) fn refuses_time(reason: &str) -> bool {
+    let is_denied_to_user = ["NOPERM", "ACL", "The user"].iter().any(|part| reason.contains(part));
+    let is_about_time = || {
+        let mut words = reason.split(|c: char| !c.is_ascii_alphanumeric());
+        words.any(|word| word == "TIME") || reason.contains("'time'")
+    };
+    let is_command_refused = || {
+        ["not allowed from script", "nknown Redis command", "nknown command"]
+            .iter()
+            .any(|part| reason.contains(part))
+    };
+    !is_denied_to_user
+        && (is_command_refused() || is_about_time() || refuses_write_after_time(reason))
+}
+
+/// Returns whether a script's error text says that it must not write after it has called TIME.
+pub(crate) fn refuses_write_after_time(reason: &str) -> bool {
+    ["non deterministic", "non-deterministic"].iter().any(|part| reason.contains(part))
 }
 
 /// Returns whether a script's error text says that a key is on another node: its slot has moved or

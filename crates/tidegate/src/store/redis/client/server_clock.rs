@@ -7,18 +7,44 @@
 //!
 //! We keep the highest lower bound, so that a deadline is early rather than late. A reply that
 //! contradicts it shows that the server's clock was set, or drifts, and replaces the bound.
+//!
+//! Where scripts must not call TIME, their time is an estimate, from replies to TIME as a command:
+//! the middle of the two bounds, which is wrong by half a round trip at most.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::Instant;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Estimated clock of one server.
 pub(crate) struct ServerClock {
     /// Lower bound of the difference to [`local_micros`]; `UNKNOWN` before the first reply.
     ahead: AtomicI64,
+    sample: Mutex<Option<Sample>>,
+}
+
+/// The best reply to TIME, in microseconds.
+#[derive(Clone, Copy)]
+struct Sample {
+    /// Difference to [`local_micros`].
+    ahead: i64,
+    /// Half of the round trip.
+    error: i64,
+    /// Local time of this reply, and of the last one that agreed with it.
+    taken_at: i64,
+    confirmed_at: i64,
+}
+
+/// Server's time as estimated, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Estimate {
+    pub(crate) now: i64,
+    /// Maximum error in both directions.
+    pub(crate) max_error: i64,
 }
 
 const UNKNOWN: i64 = i64::MIN;
+/// Time for which a reply to TIME is good for estimates.
+const SAMPLE_TTL: Duration = Duration::from_secs(10);
 
 /// Times of a script call, in microseconds.
 #[derive(Debug, Clone, Copy, Default)]
@@ -27,6 +53,8 @@ pub(crate) struct ServerTimes {
     pub(crate) driven: Option<u64>,
     /// Server's time after which the script does nothing.
     pub(crate) deadline: Option<i64>,
+    /// Estimated time for a script that does not read the server's.
+    pub(crate) estimated: Option<i64>,
     /// Time of the store's own clock.
     pub(crate) own_now: u64,
     /// Server's time at the same instant; `None` before the first reply.
@@ -43,15 +71,22 @@ impl ServerTimes {
     pub(crate) fn new(
         clock: &ServerClock,
         deadline: Instant,
+        estimate: Option<Estimate>,
         driven: Option<u64>,
         own_now: Option<impl FnOnce() -> u64>,
     ) -> Self {
-        let deadline = clock.at(deadline);
-        let Some(own_now) = own_now else { return Self { driven, deadline, ..Self::default() } };
+        let (deadline, estimated) = (clock.at(deadline), estimate.map(|estimate| estimate.now));
+        let times = Self { driven, deadline, estimated, ..Self::default() };
+        let Some(own_now) = own_now else { return times };
+        // The charge was made at another estimate, which may have been too early.
+        let server_now = match estimate {
+            Some(estimate) => Some(estimate.now - 2 * estimate.max_error),
+            None => clock.at(Instant::now()),
+        };
         // The store's clock is read last, so that the age of a charge is overestimated rather than
         // underestimated.
-        let server_now = clock.at(Instant::now()).and_then(|micros| u64::try_from(micros).ok());
-        Self { driven, deadline, own_now: own_now(), server_now }
+        let server_now = server_now.and_then(|micros| u64::try_from(micros).ok());
+        Self { own_now: own_now(), server_now, ..times }
     }
 
     /// Converts the time of a charge to the server's clock, rounded down; 0 stays 0 (unknown).
@@ -77,7 +112,7 @@ impl ServerTimes {
 
 impl ServerClock {
     pub(crate) fn new() -> Self {
-        Self { ahead: AtomicI64::new(UNKNOWN) }
+        Self { ahead: AtomicI64::new(UNKNOWN), sample: Mutex::default() }
     }
 
     /// Records the server's time in the reply to a call.
@@ -90,6 +125,34 @@ impl ServerClock {
         }
     }
 
+    /// Records the reply to TIME as a command.
+    pub(crate) fn add_sample(&self, server_micros: i64, sent: Instant, received: Instant) {
+        self.observe(server_micros, sent, received);
+        let (sent, now) = (local_micros(sent), local_micros(received));
+        let error = (now - sent + 1) / 2;
+        let ahead = server_micros - (sent + error);
+        let mut best = self.sample.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *best {
+            // It agrees with the new one, and is still more exact.
+            Some(best)
+                if best.error_at(now) < error
+                    && (ahead - best.ahead).abs() <= error + best.error_at(now) =>
+            {
+                best.confirmed_at = now;
+            }
+            _ => *best = Some(Sample { ahead, error, taken_at: now, confirmed_at: now }),
+        }
+    }
+
+    /// Returns the estimate of the server's time now; `None` without a recent reply to TIME.
+    pub(crate) fn estimate(&self, now: Instant) -> Option<Estimate> {
+        let sample = (*self.sample.lock().unwrap_or_else(PoisonError::into_inner))?;
+        let now = local_micros(now);
+        let is_recent = now - sample.confirmed_at <= signed_micros(SAMPLE_TTL);
+        let estimate = Estimate { now: now + sample.ahead, max_error: sample.error_at(now) };
+        is_recent.then_some(estimate)
+    }
+
     /// Returns the server's time at `instant`, rounded down; `None` before the first reply.
     pub(crate) fn at(&self, instant: Instant) -> Option<i64> {
         let ahead = self.ahead.load(Ordering::Relaxed);
@@ -97,20 +160,29 @@ impl ServerClock {
     }
 }
 
+impl Sample {
+    /// Returns the maximum error at a local time: two NTP clocks drift apart by a thousandth at most.
+    fn error_at(&self, local: i64) -> i64 {
+        self.error + (local - self.taken_at).max(0) / 1_000
+    }
+}
+
+fn signed_micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX / 4)
+}
+
 /// Converts an instant to microseconds of a monotonic clock of this process.
 fn local_micros(instant: Instant) -> i64 {
     static START: OnceLock<Instant> = OnceLock::new();
     let start = *START.get_or_init(Instant::now);
     match instant.checked_duration_since(start) {
-        Some(after) => i64::try_from(after.as_micros()).unwrap_or(i64::MAX / 4),
-        None => -i64::try_from(start.duration_since(instant).as_micros()).unwrap_or(i64::MAX / 4),
+        Some(after) => signed_micros(after),
+        None => -signed_micros(start.duration_since(instant)),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     const NOON: i64 = 1_700_000_000_000_000;
@@ -156,5 +228,31 @@ mod tests {
         assert_eq!(clock.at(after(101)), Some(NOON - 60_000_000));
         clock.observe(NOON + 3_600_000_000, after(200), after(201));
         assert_eq!(clock.at(after(201)), Some(NOON + 3_600_000_000));
+    }
+
+    #[test]
+    fn an_estimate_is_wrong_by_half_a_round_trip_and_the_drift_since() {
+        let clock = ServerClock::new();
+        // After the start of the local clock, so that all times are rounded down.
+        let start = Instant::now() + Duration::from_secs(1);
+        let after = |millis| start + Duration::from_millis(millis);
+        let estimate = |millis| {
+            let found: Option<Estimate> = clock.estimate(after(millis));
+            found.map(|found| (found.now - NOON, found.max_error))
+        };
+        assert_eq!(estimate(0), None, "no reply yet");
+        clock.add_sample(NOON, after(0), after(4));
+        assert_eq!(estimate(4), Some((2_000, 2_000)));
+        assert_eq!(estimate(1_004), Some((1_002_000, 3_000)), "a thousandth of a second");
+        // A slower reply that agrees changes nothing but the age.
+        clock.add_sample(NOON + 9_002_000, after(9_000), after(9_030));
+        assert_eq!(estimate(9_004), Some((9_002_000, 11_000)));
+        assert_eq!(estimate(19_030).map(|(now, _)| now), Some(19_028_000), "confirmed at 9.03 s");
+        assert_eq!(estimate(19_031), None, "too old");
+        // A more exact one replaces it, and so does one that contradicts it.
+        clock.add_sample(NOON + 19_990_000, after(20_000), after(20_002));
+        assert_eq!(estimate(20_002), Some((19_991_000, 1_000)));
+        clock.add_sample(NOON - 60_000_000, after(21_000), after(21_100));
+        assert_eq!(estimate(21_100), Some((-59_950_000, 50_000)));
     }
 }

@@ -14,7 +14,7 @@ use crate::random::random_u64;
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
-use crate::store::redis::script::call::call_script;
+use crate::store::redis::script::call::OwnCall;
 use crate::store::{StoreError, heartbeat_interval};
 
 /// Heartbeat intervals without a heartbeat after which an instance is removed.
@@ -64,8 +64,11 @@ impl Heartbeats {
     }
 
     /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among
-    /// them.
+    /// them, and the only one if heartbeats are off.
     pub(crate) async fn send(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        if !self.topology.state().has_heartbeat() {
+            return Ok(vec![instance.to_owned()]);
+        }
         let key = internal_key(&self.prefix, "alive");
         let version_key = format!("{key}:version");
         let cached = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -84,9 +87,8 @@ impl Heartbeats {
         let arguments = arguments.arg(longest.to_string()).arg(size.to_string());
         let arguments = arguments.arg(cached.as_ref().map_or("", |cached| &cached.version));
         let arguments = arguments.arg(&token).arg(max_listed.to_string());
-        let (version, listed) =
-            call_script(self.topology.state(), Script::heartbeat(), &key, arguments, read_reply)
-                .await?;
+        let call = OwnCall { script: Script::heartbeat(), key: &key, arguments, needs_time: true };
+        let (version, listed) = call.run(self.topology.state(), read_reply).await?;
         let mut instances = match listed {
             Some(members) => {
                 let mut instances: Vec<String> =

@@ -24,7 +24,7 @@ use crate::store::redis::client::backoff::Backoff;
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
-use crate::store::redis::script::call::call_script;
+use crate::store::redis::script::call::OwnCall;
 use crate::store::shared::MAX_DENIAL_TTL;
 use crate::store::{Action, StoreError};
 
@@ -52,14 +52,15 @@ pub(crate) struct InvalidationSet {
 }
 
 impl PendingInvalidation {
-    /// Returns `None` for an action that returns no units.
+    /// Returns `None` for an action that returns no units, and if heartbeats are off: no other
+    /// instance has a cache.
     pub(crate) fn of(
         publisher: &Arc<Publisher>,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Option<Self> {
         let counts = || charges.iter().map(CountId::of).collect();
-        matches!(action, Action::Refund | Action::Reset)
+        (matches!(action, Action::Refund | Action::Reset) && publisher.set.has_readers())
             .then(|| Self { publisher: Arc::clone(publisher), counts: counts() })
     }
 
@@ -85,6 +86,11 @@ impl InvalidationSet {
         Self { topology: Arc::clone(topology), key: internal_key(prefix, "news") }
     }
 
+    /// Returns whether other instances may read it.
+    pub(crate) fn has_readers(&self) -> bool {
+        self.topology.state().has_heartbeat()
+    }
+
     /// Publishes invalidations by one call.
     async fn publish(&self, scope: &Scope) -> Result<(), StoreError> {
         let arguments = match scope {
@@ -97,13 +103,13 @@ impl InvalidationSet {
                 counts.iter().fold(publish, add)
             }
         };
-        self.call(arguments, |_| Ok(())).await
+        self.call(arguments, false, |_| Ok(())).await
     }
 
     /// Reads the invalidations since a cursor.
     pub(crate) async fn poll(&self, since: &Cursor) -> Result<Invalidations, StoreError> {
         let ttl = SET_TTL.as_millis().to_string();
-        self.call(self.arguments("poll").arg(ttl).arg(&since.0), read_reply).await
+        self.call(self.arguments("poll").arg(ttl).arg(&since.0), true, read_reply).await
     }
 
     /// Returns the first arguments of an operation.
@@ -115,10 +121,12 @@ impl InvalidationSet {
     async fn call<T>(
         &self,
         arguments: Command,
+        needs_time: bool,
         read: impl FnOnce(Value) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let topology = self.topology.state();
-        call_script(topology, Script::invalidation(), &self.key, arguments, read).await
+        let call =
+            OwnCall { script: Script::invalidation(), key: &self.key, arguments, needs_time };
+        call.run(self.topology.state(), read).await
     }
 }
 

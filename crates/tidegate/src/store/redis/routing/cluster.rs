@@ -61,8 +61,12 @@ pub(crate) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
         topology.log_moves();
         let is_healthy =
             || topology.is_cluster() && topology.primaries().iter().all(|node| node.is_up());
-        let interval = if is_healthy() { REFRESH_INTERVAL } else { DEGRADED_REFRESH_INTERVAL };
-        refresh.wait_timeout(interval).await;
+        if topology.settings.heartbeat || !is_healthy() {
+            let interval = if is_healthy() { REFRESH_INTERVAL } else { DEGRADED_REFRESH_INTERVAL };
+            refresh.wait_timeout(interval).await;
+        } else {
+            refresh.wait().await;
+        }
         sleep(MIN_REFRESH_INTERVAL.saturating_sub(refreshed_at.elapsed())).await;
         // While calls keep failing, they keep triggering refreshes.
         if !is_healthy() {
@@ -130,7 +134,7 @@ async fn fetch_slots(
             }
         }
     }
-    let timeout = QUERY_TIMEOUT.max(topology.timeout.min(Duration::from_secs(1)));
+    let timeout = QUERY_TIMEOUT.max(topology.timeout().min(Duration::from_secs(1)));
     for address in other_nodes {
         match query_once(address, &topology.options(), cluster_slots(), timeout).await {
             Ok(reply) => match parse_slots(&reply, address) {

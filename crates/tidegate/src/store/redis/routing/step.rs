@@ -102,7 +102,7 @@ impl NextStep {
             }
             AttemptError::Server(ServerError::TryAgain) => Self::AwaitMigration,
             AttemptError::Server(ServerError::NonLocalKey) => Self::SendAlone,
-            AttemptError::Server(ServerError::CrossSlot) => {
+            AttemptError::Server(ServerError::CrossSlot(_)) => {
                 topology.trigger_refresh();
                 Self::Split
             }

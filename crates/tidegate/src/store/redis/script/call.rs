@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use tokio::time::timeout_at;
 
-use super::{SCRIPT_COUNT, Script};
+use super::{ClockSource, SCRIPT_COUNT, Script};
 use crate::store::StoreError;
 use crate::store::redis::client::NodeClient;
 use crate::store::redis::client::connection::RedisConnection;
-use crate::store::redis::client::error::{AttemptError, ServerError};
+use crate::store::redis::client::error::{AttemptError, ServerError, refuses_time};
 use crate::store::redis::client::resp::{Command, Value};
+use crate::store::redis::client::restrictions::Restriction;
 use crate::store::redis::routing::TopologyState;
 use crate::store::redis::routing::slots::slot_of;
 use crate::store::redis::routing::step::{CallError, CallTarget, Delivery, NextStep, Retries};
@@ -225,33 +226,72 @@ fn is_missing(result: &ScriptResult) -> bool {
     matches!(result, Err(AttemptError::Server(ServerError::NoScript)))
 }
 
-/// Calls a script on one of the store's own keys, and decodes the reply.
-pub(crate) async fn call_script<T>(
-    topology: &TopologyState,
-    script: &'static Script,
-    key: &str,
-    arguments: Command,
-    read: impl FnOnce(Value) -> Result<T, StoreError>,
-) -> Result<T, StoreError> {
-    let (slot, timeout) = (slot_of(key), topology.timeout());
-    let deadline = Instant::now() + timeout;
-    let mut retries = Retries::until(deadline, timeout, Delivery::Shared);
-    let mut target = CallTarget { node: topology.route(slot)?, delivery: Delivery::Shared };
-    let mut call = [ScriptCall { script, arguments, asking: false }];
-    loop {
-        call[0].asking = target.delivery == Delivery::Asking;
-        let sent = async {
-            let connection = target.node.connection(deadline).await?;
-            target.node.run(&connection, &call, deadline).await.remove(0)
-        };
-        let error = match target.node.within(deadline, sent).await {
-            Ok(reply) => return read(reply),
-            Err(error) => error,
-        };
-        let step = NextStep::after(error, topology, &target.node, slot);
-        target = retries
-            .follow(step, target, slot, topology)
-            .await
-            .map_err(CallError::into_store_error)?;
+/// Call of a script on one of the store's own keys.
+pub(crate) struct OwnCall<'a> {
+    pub(crate) script: &'static Script,
+    pub(crate) key: &'a str,
+    /// Number of keys, keys, and arguments, without an estimated time.
+    pub(crate) arguments: Command,
+    /// Whether the script needs the time.
+    pub(crate) needs_time: bool,
+}
+
+impl OwnCall<'_> {
+    /// Calls the script, and decodes the reply.
+    pub(crate) async fn run<T>(
+        &self,
+        topology: &TopologyState,
+        read: impl FnOnce(Value) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let (slot, timeout) = (slot_of(self.key), topology.timeout());
+        let deadline = Instant::now() + timeout;
+        let mut retries = Retries::until(deadline, timeout, Delivery::Shared);
+        let mut target = CallTarget { node: topology.route(slot)?, delivery: Delivery::Shared };
+        let mut time_refusal: Option<String> = None;
+        loop {
+            let clock = match time_refusal {
+                _ if !self.needs_time => ClockSource::Server,
+                Some(_) => ClockSource::Estimated,
+                None => target.node.clock(),
+            };
+            let sent = self.send(&target, clock, deadline);
+            let error = match target.node.within(deadline, sent).await {
+                Ok(reply) => {
+                    if let Some(reason) = time_refusal {
+                        target.node.restrict(Restriction::TimeInScripts, &reason);
+                    }
+                    return read(reply);
+                }
+                Err(AttemptError::Server(ServerError::Other(reason)))
+                    if self.needs_time && clock == ClockSource::Server && refuses_time(&reason) =>
+                {
+                    time_refusal = Some(reason);
+                    continue;
+                }
+                Err(error) => error,
+            };
+            let step = NextStep::after(error, topology, &target.node, slot);
+            target = retries
+                .follow(step, target, slot, topology)
+                .await
+                .map_err(CallError::into_store_error)?;
+        }
+    }
+
+    async fn send(
+        &self,
+        CallTarget { node, delivery }: &CallTarget,
+        clock: ClockSource,
+        deadline: Instant,
+    ) -> ScriptResult {
+        let connection = node.connection(deadline).await?;
+        let mut arguments = self.arguments.clone();
+        if clock == ClockSource::Estimated {
+            let now = node.estimate(&connection, deadline).await?.now;
+            arguments.push(format!("{} {}", now / 1_000_000, now % 1_000_000).as_bytes());
+        }
+        let asking = *delivery == Delivery::Asking;
+        let call = ScriptCall { script: self.script.with_clock(clock), arguments, asking };
+        node.run(&connection, &[call], deadline).await.remove(0)
     }
 }

@@ -4,8 +4,9 @@
 -- ARGV   first one packed header for each run of equal requests, then, if the script may cross
 --        slots, the keys that are not in KEYS. A header is ten doubles:
 --          deadline   in microseconds of the server's time: a later call does nothing, because its
---                     caller has timed out
---          time       in microseconds for tests; 0 in production, which uses the server's TIME
+--                     caller has timed out. In the variant for servers that refuse TIME in
+--                     scripts: the time of the call, as the client estimates it
+--          time       in microseconds for tests; 0 in production, which uses the server's time
 --          runs       number of headers
 --          kind       1 sliding-log, 2 the same packed, 3 sliding-counter, 4 the same packed,
 --                     5 fixed-window, 6 token-bucket, 7 leaky-bucket; 0 for a group, see below
@@ -55,6 +56,7 @@
 -- see arithmetic.lua. As text a number needs string.format, because `..` keeps only 14 digits.
 --
 -- A stored value may hold anything. A fast path checks what it computes with, before it writes.
+-- luacheck: globals clock expiry_shift now server_time
 -- luacheck: no unused
 
 local keys, argv, try, pack, unpack_struct =
@@ -62,14 +64,12 @@ local keys, argv, try, pack, unpack_struct =
 local deadline, time, runs, kind, count, limit, window, option, cost, times =
   unpack_struct('<dddddddddd', argv[1])
 
-local clock = redis.call('TIME')
-local server_time = clock[1] * 1000000 + clock[2]
+include('clock.lua')
 if server_time > deadline then return pack('<d', server_time) end
 -- Packed numbers. The fast path of a single key returns them at once, without this table.
 local is_single, reply, replied = runs == 1 and count == 1, nil, 1
 if not is_single then reply = {pack('<d', server_time)} end
 -- A test's clock may stop while the server's goes on, so keys expire an hour later.
-local now, expiry_shift = server_time, 0
 if time > 0 then now, expiry_shift = time, server_time - time + 3600000000 end
 
 if argv[runs + 1] then

@@ -3,10 +3,10 @@
 -- includes this text where it is needed. Each algorithm is a table of functions in its own file, of
 -- which only those of this call are created.
 -- inputs
--- luacheck: read globals cost expiry_shift keys kind limit now option pack server_time times try
--- luacheck: read globals unpack_struct window
+-- luacheck: read globals clock cost expiry_shift keys kind limit option pack server_time time times
+-- luacheck: read globals try unpack_struct window
 -- outputs
--- luacheck: globals decide_group decide_slow replied reply
+-- luacheck: globals decide_group decide_slow now replied reply
 -- luacheck: no unused
 
 local sub, floor = string.sub, math.floor
@@ -125,12 +125,20 @@ local function find_another(key, quota)
   end
 end
 
+-- Up to this time, a count that is ahead of an estimated clock has the time: it is `now` for the
+-- current request. With the server's own time, such a count shows that the clock stepped back.
+local latest = time == 0 and clock.max_skew and now + clock.max_skew or 0
+
 -- Loads the count of a key. If a changed policy now has another algorithm, the units in use count
 -- as used now; so it is while a change is rolled out and instances use both, in turn. As a denied
 -- request writes nothing, a key is never denied for longer than a window by that.
 local function load(key, quota)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
+  if state.stepped_back and state.stepped_back <= latest then
+    now = state.stepped_back
+    state = algorithm.load(key, quota)
+  end
   if state.is_foreign then
     state.is_stale = false
     state.another = find_another(key, quota)
@@ -310,7 +318,7 @@ local function group(header, from, to)
     call('UNLINK', unpack(keys, from, to))
     return answer(1)
   end
-  local charges, all_fit = {}, action ~= COUNT_DENIED
+  local charges, all_fit, given = {}, action ~= COUNT_DENIED, now
   for i = 1, count do
     local kind, limit, window, option, cost, since = unpack_struct('<dddddd', header, 33 + 48 * i)
     local quota = new_quota(kind, limit, window, option)
@@ -328,6 +336,8 @@ local function group(header, from, to)
       remaining = remaining, fits = fits, since = since,
     }
   end
+  -- A count was ahead: all are decided at one time.
+  if now > given then return group(header, from, to) end
   for i = 1, count do
     local charge = charges[i]
     if action == REPORT then
@@ -359,9 +369,10 @@ end
 
 -- Runs a request on these keys. If it fails, its reply is the error.
 local function attempt(from, to, request, ...)
-  local before, done, raised = replied, false, LATER
+  local before, given, done, raised = replied, now, false, LATER
   before_request = work
   if work < MAX_WORK then done, raised = pcall(request, ...) end
+  now = given
   if done then return end
   if raised ~= LATER then delete_without_ttl(from, to) end
   local text = type(raised) == 'table' and raised.err or tostring(raised)

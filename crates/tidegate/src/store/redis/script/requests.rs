@@ -21,6 +21,7 @@ use crate::charge::Charge;
 use crate::quota::{Quota, window_text};
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
+use crate::store::redis::routing::slots::slot_of;
 use crate::store::{Action, StoreError};
 
 #[cfg(test)]
@@ -324,6 +325,12 @@ impl EncodedRequests {
         self.weight
     }
 
+    /// Returns whether a request has keys of several slots.
+    pub(crate) fn spans_slots(&self, item: usize) -> bool {
+        let Item { slot, charges, .. } = &self.items[item];
+        charges.len() > 1 && charges.clone().any(|charge| slot_of(self.key_of(charge)) != *slot)
+    }
+
     fn charges_of(&self, item: usize) -> &[EncodedCharge] {
         &self.charges[self.items[item].charges.clone()]
     }
@@ -376,7 +383,8 @@ impl EncodedRequests {
             header.clear();
             #[expect(clippy::cast_precision_loss, reason = "all numbers are below 2^53")]
             let mut push = |number: i64| header.extend((number as f64).to_le_bytes());
-            push(server_times.deadline.unwrap_or(NO_DEADLINE));
+            let deadline = server_times.estimated.or(server_times.deadline);
+            push(deadline.unwrap_or(NO_DEADLINE));
             push(signed(server_times.driven.unwrap_or(0)));
             push(signed(run_count as u64));
             match *run_key {
