@@ -13,7 +13,7 @@ use tidegate::{
     PathRules, Policy, PolicyPart, Quota, QuotaError, ShowKeys, UnknownName,
 };
 
-use super::schema::{add_policy_rules, conditions, key_attributes, texts};
+use super::schema::{add_policy_rules, block_lengths, conditions, key_attributes, texts};
 use crate::yaml::{Bounded, ConfigError, Document, Flag, duration, whole};
 
 /// A limit, a burst or a cost.
@@ -55,6 +55,11 @@ pub struct RawPolicy {
     /// For sliding-log: whether denied requests count too.
     #[schemars(with = "Option<Flag>")]
     count_denied: Option<Spanned<Flag>>,
+    /// Time for which a key is denied after it exceeds the limit, such as 10m, or a list such as
+    /// [1m, 10m, 1h] by its number of blocks in the last day.
+    #[serde(default)]
+    #[schemars(schema_with = "block_lengths")]
+    block_for: Option<Spanned<OneOrMany>>,
     /// Units per window.
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
@@ -161,7 +166,7 @@ impl RawPolicy {
         })
     }
 
-    /// Builds a quota with the encoding and `count_denied` of this policy.
+    /// Builds a quota with the encoding, `count_denied` and `block_for` of this policy.
     fn quota(
         &self,
         document: &Document<'_>,
@@ -194,6 +199,13 @@ impl RawPolicy {
             quota = quota
                 .with_burst(burst.value.get())
                 .map_err(|error| document.error_at(burst, &error.to_string()))?;
+        }
+        if let Some(texts) = &self.block_for {
+            let lengths = texts.value.texts().iter().map(|text| duration::parse(text));
+            let lengths = lengths.collect::<Result<Vec<_>, _>>();
+            quota = lengths
+                .and_then(|all| quota.with_block_for(&all).map_err(|error| error.to_string()))
+                .map_err(|error| document.error_at(texts, &error))?;
         }
         Ok(quota)
     }
