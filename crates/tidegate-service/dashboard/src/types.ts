@@ -147,6 +147,7 @@ export interface Policy {
   /** Whether a request has matched it since the start; absent for a rule of Envoy. */
   matched?: boolean;
   count_denied?: boolean | null;
+  block_for_ms?: number[] | null;
 }
 
 export interface LookupResult {

@@ -1,6 +1,7 @@
 //! `GET /v1/policies`: the policies and Envoy's rules that are in use.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
@@ -65,6 +66,8 @@ struct QuotaBody {
     /// Null for an algorithm that has only one.
     encoding: Option<&'static str>,
     count_denied: bool,
+    /// Lengths of the blocks of a key, by its number of blocks before; empty without blocks.
+    block_for_ms: Vec<u128>,
     limit: u64,
     window_ms: u128,
     burst: u64,
@@ -125,6 +128,7 @@ impl<'a> PolicyBody<'a> {
                 algorithm: active.envoy.algorithm.as_str(),
                 encoding: None,
                 count_denied: false,
+                block_for_ms: Vec::new(),
                 limit: 0,
                 window_ms: window.as_millis(),
                 burst: 0,
@@ -158,6 +162,7 @@ impl QuotaBody {
             algorithm: quota.algorithm().as_str(),
             encoding: has_encodings.then(|| quota.encoding().as_str()),
             count_denied: quota.count_denied(),
+            block_for_ms: quota.block_for().iter().map(Duration::as_millis).collect(),
             limit: quota.limit(),
             window_ms: quota.window().as_millis(),
             burst: quota.burst(),
