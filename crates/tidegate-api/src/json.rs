@@ -158,6 +158,10 @@ pub struct QuotaBody {
     encoding: Option<String>,
     /// For sliding-log: whether denied requests are counted.
     count_denied: Option<bool>,
+    /// Time for which a key is denied after it exceeds the limit, such as 10m; or up to ten of
+    /// them, by its number of blocks in the last day.
+    #[schema(value_type = Option<BlockLengths>)]
+    block_for: Option<BlockLengths>,
     /// Units per window.
     #[schema(minimum = 1)]
     limit: u64,
@@ -193,8 +197,26 @@ impl QuotaBody {
         if let Some(burst) = self.burst {
             quota = quota.with_burst(burst).map_err(quota_error)?;
         }
+        if let Some(lengths) = &self.block_for {
+            let lengths = match lengths {
+                BlockLengths::One(text) => std::slice::from_ref(text),
+                BlockLengths::Many(texts) => texts,
+            };
+            let parse = |text: &String| tidegate_config::duration::parse(text);
+            let lengths = lengths.iter().map(parse).collect::<Result<Vec<_>, _>>();
+            let lengths = lengths.map_err(|error| format!("quota.block_for: {error}"))?;
+            quota = quota.with_block_for(&lengths).map_err(quota_error)?;
+        }
         Ok(quota)
     }
+}
+
+/// A duration, or a list of durations.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(untagged, expecting = "expected a duration such as 10m, or a list such as [1m, 10m, 1h]")]
+pub enum BlockLengths {
+    One(String),
+    Many(Vec<String>),
 }
 
 /// Algorithm of a quota.

@@ -10,6 +10,7 @@
 //! | `sliding-counter` | `sliding_counter.rs` | `sliding_counter.lua`, in both encodings |
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
+//! | `block_for`, with any of them | `block.rs` | `block.lua` |
 //!
 //! All of them work in the same way: a copy of the stored counter is advanced to the present, the decision is
 //! computed from it, and the copy is stored only if units were spent or returned. A denied request
@@ -23,6 +24,7 @@ use crate::action::Action;
 use crate::decision::{Decision, Source};
 use crate::enum_names::enum_names;
 
+mod block;
 mod bucket;
 mod fixed_window;
 #[cfg(feature = "redis")]
@@ -32,6 +34,7 @@ mod reciprocal;
 mod sliding_counter;
 mod sliding_log;
 
+pub(crate) use block::Block;
 pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW, Parts};
 pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]

@@ -197,7 +197,9 @@ impl<S: Store> Limiter<S> {
     /// exceptions: a call to Redis that is in flight may have run, and an admitted request keeps
     /// its place in the queue of a `leaky-bucket` until it drains.
     ///
-    /// Denials while waiting are not counted, even with `count_denied`.
+    /// Denials while waiting are not counted, even with `count_denied`. A wait through a
+    /// [block](Quota::with_block_for) ends with it, and starts none, unless another request takes
+    /// the units just before.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -358,9 +360,10 @@ impl<'a> Wait<'a> {
 }
 
 /// Returns the first action of a wait: a queue may have room but a turn after the deadline, so it
-/// is peeked first.
+/// is peeked first; and so is a quota with blocks, because an acquire could start one.
 fn first_action(charge: &Charge<'_>) -> Action {
-    if charge.quota().algorithm() == Algorithm::LeakyBucket {
+    let quota = charge.quota();
+    if quota.algorithm() == Algorithm::LeakyBucket || quota.has_blocks() {
         Action::Peek
     } else {
         Action::Acquire

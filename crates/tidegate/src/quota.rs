@@ -38,6 +38,8 @@ pub struct Quota {
     /// Policy name of charges that have none.
     default_policy_name: Arc<str>,
     default_policy: PolicyRef<'static>,
+    /// Lengths of the blocks of a key, by the number of blocks before.
+    block_for: Option<Arc<Vec<Duration>>>,
 }
 
 /// The reason why these parameters are not a valid quota.
@@ -100,6 +102,15 @@ pub enum QuotaError {
     /// The algorithm cannot count denied requests.
     #[error("{0} cannot count denied requests: only sliding-log can")]
     NoCountDenied(Algorithm),
+    /// The list of blocks is empty or too long.
+    #[error("{0} blocks: it must be one, or a list of up to {max}", max = Quota::MAX_BLOCKS)]
+    BlockCount(usize),
+    /// A block is too short or too long, or has a fraction of a microsecond.
+    #[error("block {0:?} is out of range: it must be from 1ms to 366 days, in microseconds")]
+    Block(Duration),
+    /// Both options keep clients out that do not wait.
+    #[error("a quota cannot both count denied requests and block: use one of the two")]
+    BlockAndCountDenied,
 }
 
 /// Microseconds.
@@ -116,6 +127,8 @@ impl Quota {
     pub const MAX_SORTED_SET_LIMIT: u64 = 100_000;
     /// The largest limit of a `sliding-log`.
     pub const MAX_LOG_LIMIT: u64 = 10_000_000;
+    /// The largest number of lengths of [blocks](Self::with_block_for).
+    pub const MAX_BLOCKS: usize = 10;
 
     /// Creates a quota of `limit` units per `window`, with burst = limit.
     pub fn new(algorithm: Algorithm, limit: u64, window: Duration) -> Result<Self, QuotaError> {
@@ -143,6 +156,7 @@ impl Quota {
             encoding,
             default_policy: PolicyRef::default_of_quota(&default_policy_name),
             default_policy_name,
+            block_for: None,
         })
     }
 
@@ -189,7 +203,7 @@ impl Quota {
         if mul_div_ceil(burst, window, limit) > MAX_DRAIN {
             return Err(QuotaError::BurstTooSlow { burst, limit });
         }
-        self.parameters = Parameters::new(algorithm, limit, window, burst);
+        self.parameters = self.parameters_with(limit, burst);
         Ok(self)
     }
 
@@ -221,7 +235,62 @@ impl Quota {
         if self.algorithm() != Algorithm::SlidingLog {
             return Err(QuotaError::NoCountDenied(self.algorithm()));
         }
+        if count_denied && self.block_for.is_some() {
+            return Err(QuotaError::BlockAndCountDenied);
+        }
         self.parameters = self.parameters.with_count_denied(count_denied);
+        Ok(self)
+    }
+
+    /// Blocks a key that exceeds the limit: the acquire that exceeds it starts a block, and until
+    /// its end every acquire of that key is denied, with the time until then as `retry_after`.
+    ///
+    /// With several lengths, the first block of a key has the first one, the next block the second
+    /// one, and so on up to the last. Only blocks that were in force in the last day count.
+    ///
+    /// Denials do not extend a block, and a refund does not end it; a reset does, and forgets the
+    /// earlier ones. A peek shows a block and starts none, and a report neither shows nor starts
+    /// one. Any acquire that does not fit exceeds the limit, even if a smaller cost would fit. Of
+    /// several charges, those that exceed their limit start their blocks, and the others do not.
+    /// When a block ends, the count of the key is as the algorithm has it then.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let minute = Duration::from_secs(60);
+    /// let quota = Quota::fixed_window(1, minute)?.with_block_for(&[10 * minute, 60 * minute])?;
+    /// let charge = Charge::new("user123", &quota);
+    ///
+    /// let clock = ManualClock::new();
+    /// let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    /// assert!(limiter.blocking().acquire(&charge)?.allowed);
+    /// assert_eq!(limiter.blocking().acquire(&charge)?.retry_after, 10 * minute);
+    /// clock.advance(4 * minute);
+    /// assert_eq!(limiter.blocking().acquire(&charge)?.retry_after, 6 * minute);
+    /// clock.advance(6 * minute);
+    /// assert!(limiter.blocking().acquire(&charge)?.allowed);
+    /// assert_eq!(limiter.blocking().acquire(&charge)?.retry_after, 60 * minute);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_block_for(mut self, lengths: &[Duration]) -> Result<Self, QuotaError> {
+        if !(1..=Self::MAX_BLOCKS).contains(&lengths.len()) {
+            return Err(QuotaError::BlockCount(lengths.len()));
+        }
+        let is_valid = |length: &Duration| {
+            let micros = crate::clock::micros(*length);
+            (MIN_WINDOW..=MAX_WINDOW).contains(&micros) && Duration::from_micros(micros) == *length
+        };
+        if let Some(length) = lengths.iter().find(|length| !is_valid(length)) {
+            return Err(QuotaError::Block(*length));
+        }
+        if self.count_denied() {
+            return Err(QuotaError::BlockAndCountDenied);
+        }
+        self.block_for = Some(Arc::new(lengths.to_vec()));
+        self.parameters = self.parameters.with_blocks();
         Ok(self)
     }
 
@@ -241,6 +310,18 @@ impl Quota {
     #[must_use]
     pub fn count_denied(&self) -> bool {
         self.parameters.count_denied()
+    }
+
+    /// Returns the lengths of blocks, the first one first; empty if a key is never blocked.
+    #[must_use]
+    pub fn block_for(&self) -> &[Duration] {
+        self.block_for.as_ref().map_or(&[], |lengths| lengths)
+    }
+
+    /// Returns whether a key that exceeds the limit is blocked.
+    #[inline]
+    pub(crate) fn has_blocks(&self) -> bool {
+        self.block_for.is_some()
     }
 
     /// Returns the units per window.
@@ -296,23 +377,36 @@ impl Quota {
         let window = self.window_micros();
         // Rounding can push a quota at the maximum drain time just beyond it.
         let burst = if mul_div_ceil(burst, window, limit) > MAX_DRAIN { limit } else { burst };
-        let parameters = Parameters::new(self.algorithm(), limit, window, burst);
-        let parameters = parameters.with_count_denied(self.count_denied());
-        Self { parameters, ..self.clone() }
+        Self { parameters: self.parameters_with(limit, burst), ..self.clone() }
+    }
+
+    /// Returns this quota without blocks, to read a count.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn without_blocks(&self) -> Self {
+        let unblocked = Self { block_for: None, ..self.clone() };
+        Self { parameters: unblocked.parameters_with(self.limit(), self.burst()), ..unblocked }
     }
 
     /// Returns this quota with the capacity that reports can fill, to read a count beyond its
-    /// burst.
+    /// burst. It has no blocks, which a count does not depend on.
     #[cfg(feature = "resilience")]
     pub(crate) fn with_overdraft(&self) -> Self {
+        let unblocked = self.without_blocks();
         let burst = self.max_level();
         let limit = match self.algorithm() {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.limit(),
             Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => burst,
         };
-        let wider = self.scaled_to(limit, burst);
+        let wider = unblocked.scaled_to(limit, burst);
         // A bucket with the longest drain time has no larger one of the same rate.
-        if wider.burst() == burst { wider } else { self.clone() }
+        if wider.burst() == burst { wider } else { unblocked }
+    }
+
+    /// Returns the numbers for another limit and burst.
+    fn parameters_with(&self, limit: u64, burst: u64) -> Parameters {
+        let parameters = Parameters::new(self.algorithm(), limit, self.window_micros(), burst);
+        let parameters = parameters.with_count_denied(self.count_denied());
+        if self.has_blocks() { parameters.with_blocks() } else { parameters }
     }
 
     /// Returns the numbers that the algorithms compute with.

@@ -2,8 +2,8 @@
 //! difference.
 //!
 //! A seed generates a sequence of steps: acquire, `acquire_all`, peek, refund, reset, partial
-//! charge, report, clock advances to edge cases, clock steps back, and changed limits. Every field
-//! of every decision must equal the decision of the model. A failing sequence is shrunk before it
+//! charge, report, clock advances to edge cases, clock steps back, changed limits, and limits with
+//! blocks. Every field of every decision must equal the decision of the model. A failing sequence is shrunk before it
 //! is printed.
 //!
 //! The store must decide by the [`ManualClock`] that the suite passes in. A store whose server has

@@ -461,3 +461,33 @@ fn schema_lists_names_and_bounds() {
     assert_eq!(attributes["items"]["minLength"], 1, "{attributes}");
     assert_eq!(schema["$defs"]["ClientIp"]["properties"]["ipv6_prefix"]["maximum"], 128);
 }
+
+#[test]
+fn blocks_apply_to_overrides_and_wrong_ones_are_named() {
+    let text = |block_for: &str| {
+        format!(
+            "policies:\n  - name: login\n    key: [ip]\n    limit: 5\n    window: 60s\n    \
+             overrides: [{{key: 192.0.2.1, limit: 50}}]\n    block_for: {block_for}\n"
+        )
+    };
+    let config = Config::parse("tidegate.yaml", &text("[1m, 10m, 1h]")).expect("valid");
+    let policy = config.policies.get("login").expect("there");
+    let lengths = [60, 600, 3_600].map(std::time::Duration::from_secs);
+    assert_eq!(policy.quota().block_for(), lengths);
+    assert_eq!(policy.quota_for("192.0.2.1").block_for(), lengths);
+    for (block_for, column, message) in [
+        ("0s", 16, "block 0ns is out of range: it must be from 1ms to 366 days"),
+        ("[1m, 0s]", 16, "block 0ns is out of range: it must be from 1ms to 366 days"),
+        ("10", 16, "\"10\" is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d"),
+        ("[1m, 10]", 16, "\"10\" is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d"),
+        ("true", 16, "\"true\" is not a duration"),
+        ("{a: 1m}", 16, "a text or a list of texts"),
+        ("[]", 16, "0 blocks: it must be one, or a list of up to 10"),
+        ("[1s,1s,1s,1s,1s,1s,1s,1s,1s,1s,1s]", 16, "11 blocks: it must be one, or a list of up"),
+        ("1m\n    count_denied: true", 16, "cannot both count denied requests and block"),
+    ] {
+        let found = error(&text(block_for));
+        let place = format!("tidegate.yaml:7:{column}: ");
+        assert!(found.starts_with(&place) && found.contains(message), "{block_for}: {found}");
+    }
+}

@@ -14,7 +14,9 @@ use tidegate::{
 };
 
 use super::limits::RawLimits;
-use super::schema::{add_policy_rules, conditions, exemptions, key_attributes, statuses, texts};
+use super::schema::{
+    add_policy_rules, block_lengths, conditions, exemptions, key_attributes, statuses, texts,
+};
 use crate::yaml::{Bounded, ConfigError, Document, Flag, duration, whole};
 
 /// A limit, a burst or a cost.
@@ -62,6 +64,11 @@ pub struct RawPolicy {
     /// For sliding-log: whether denied requests count too.
     #[schemars(with = "Option<Flag>")]
     count_denied: Option<Spanned<Flag>>,
+    /// Time for which a key is denied after it exceeds the limit, such as 10m, or a list such as
+    /// [1m, 10m, 1h] by its number of blocks in the last day.
+    #[serde(default)]
+    #[schemars(schema_with = "block_lengths")]
+    block_for: Option<Spanned<OneOrMany>>,
     /// Units per window.
     #[serde(default, deserialize_with = "present")]
     #[schemars(with = "Units")]
@@ -213,7 +220,7 @@ impl RawPolicy {
         })
     }
 
-    /// Builds a quota with the encoding and `count_denied` of this policy.
+    /// Builds a quota with the encoding, `count_denied` and `block_for` of this policy.
     fn quota(
         &self,
         document: &Document<'_>,
@@ -246,6 +253,13 @@ impl RawPolicy {
             quota = quota
                 .with_burst(burst.value.get())
                 .map_err(|error| document.error_at(burst, &error.to_string()))?;
+        }
+        if let Some(texts) = &self.block_for {
+            let lengths = texts.value.texts().iter().map(|text| duration::parse(text));
+            let lengths = lengths.collect::<Result<Vec<_>, _>>();
+            quota = lengths
+                .and_then(|all| quota.with_block_for(&all).map_err(|error| error.to_string()))
+                .map_err(|error| document.error_at(texts, &error))?;
         }
         Ok(quota)
     }

@@ -5,6 +5,7 @@ use schemars::transform::{Transform, transform_subschemas};
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
+use crate::yaml::duration;
 use tidegate::{ATTRIBUTE_NAMES, Algorithm, Encoding, Quota};
 
 /// Text without control characters, at least one character long.
@@ -37,6 +38,17 @@ pub(crate) fn statuses(_: &mut SchemaGenerator) -> Schema {
 /// Returns the schema of the attributes of a key.
 pub(crate) fn key_attributes(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": ["string", "array"], "items": {"type": TEXT_TYPES}})
+}
+
+/// Returns the schema of a duration or a list of durations.
+pub(crate) fn block_lengths(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": ["string", "array", "null"],
+        "pattern": duration::PATTERN,
+        "items": {"type": "string", "pattern": duration::PATTERN},
+        "minItems": 1,
+        "maxItems": Quota::MAX_BLOCKS
+    })
 }
 
 /// Returns the schema of the conditions of a policy. Editors suggest the built-in attributes.
@@ -83,6 +95,10 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
             "if": is_one_of("algorithm", &others),
             "then": {"properties": {"count_denied": absent()}},
             "else": {"properties": with_limits(json!({"limit": {"maximum": Quota::MAX_LOG_LIMIT}}))}
+        },
+        {
+            "if": {"properties": {"count_denied": {"const": true}}, "required": ["count_denied"]},
+            "then": {"properties": {"block_for": absent()}}
         },
         {
             "if": is_one_of("algorithm", &without_encoding),

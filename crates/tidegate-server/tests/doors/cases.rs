@@ -307,6 +307,12 @@ fn policies() -> Vec<Case> {
             .error("a\tb")
             .fields("mode: shadow")
             .outcomes([Allowed, Allowed]),
+        by_header("key that is blocked", "ann", "ann").fields("block_for: 2d"),
+        by_header("bucket with blocks", "ann", "ann")
+            .fields("algorithm: token-bucket\nlimit: 1\nblock_for: [2d, 1d]"),
+        by_header("block in shadow mode", "ann", "ann")
+            .fields("block_for: 2d\nmode: shadow")
+            .outcomes([Allowed, Allowed]),
         by_header("token bucket", "ann", "ann").fields("algorithm: token-bucket\nlimit: 1"),
         by_header("leaky bucket", "ann", "ann").fields("algorithm: leaky-bucket\nlimit: 1"),
         by_header("bucket with a burst", "ann", "ann")

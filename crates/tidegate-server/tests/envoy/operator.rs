@@ -90,7 +90,7 @@ descriptors:
             "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
             "burst": limit, "key": key, "mode": mode, "on_store_failure": "local",
             "show_keys": "plain", "overrides": [], "override_count": 0, "match": {}, "unless": [], "cost": 1,
-            "missing_key": "skip", "count_denied": false, "encoding": null,
+            "missing_key": "skip", "count_denied": false, "block_for_ms": [], "encoding": null,
         })
     };
     let mut each_user = rule("edge.tenant.user", 1, 7_200_000, &["tenant", "user"], "enforce");

@@ -180,6 +180,9 @@ function limitCell(policy: Policy): HTMLElement {
   }
   if (policy.count_denied) details.push('counts denied requests');
   if (policy.refund_on) details.push(`refunds ${format.visible(policy.refund_on.status.join(', '))}`);
+  if (policy.block_for_ms?.length) {
+    details.push(`blocks for ${policy.block_for_ms.map(format.windowText).join(', ')}`);
+  }
   if (typeof policy.cost === 'number' && policy.cost !== 1) details.push(`cost ${policy.cost}`);
   if (typeof policy.cost === 'object' && policy.cost !== null) {
     details.push(`cost by ${format.visible(policy.cost.attribute)}`);

@@ -152,6 +152,7 @@ export interface Policy {
   matched?: boolean;
   count_denied?: boolean | null;
   refund_on?: {status: string[]} | null;
+  block_for_ms?: number[] | null;
 }
 
 export interface LookupResult {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
@@ -97,6 +98,8 @@ struct QuotaBody {
     /// Null for an algorithm that has only one.
     encoding: Option<&'static str>,
     count_denied: bool,
+    /// Lengths of the blocks of a key, by its number of blocks before; empty without blocks.
+    block_for_ms: Vec<u128>,
     limit: u64,
     window_ms: u128,
     burst: u64,
@@ -171,6 +174,7 @@ impl<'a> PolicyBody<'a> {
                 algorithm: active.envoy.algorithm.as_str(),
                 encoding: None,
                 count_denied: false,
+                block_for_ms: Vec::new(),
                 limit: 0,
                 window_ms: window.as_millis(),
                 burst: 0,
@@ -207,6 +211,7 @@ impl QuotaBody {
             algorithm: quota.algorithm().as_str(),
             encoding: has_encodings.then(|| quota.encoding().as_str()),
             count_denied: quota.count_denied(),
+            block_for_ms: quota.block_for().iter().map(Duration::as_millis).collect(),
             limit: quota.limit(),
             window_ms: quota.window().as_millis(),
             burst: quota.burst(),

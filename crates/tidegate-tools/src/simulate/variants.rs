@@ -113,6 +113,9 @@ fn changed_quota(quota: &Quota, changes: QuotaChanges) -> anyhow::Result<Quota> 
     if keeps_options && quota.count_denied() {
         new = new.with_count_denied(true)?;
     }
+    if !quota.block_for().is_empty() {
+        new = new.with_block_for(quota.block_for())?;
+    }
     Ok(new)
 }
 

@@ -14,6 +14,8 @@ pub(crate) struct Parameters {
     limit: u64,
     window: u64,
     burst: u64,
+    /// The burst, or 0 if an acquire may depend on more than its count.
+    fast_burst: u64,
     drain: u64,
     /// The burst of a bucket that fits 64 bits; otherwise 0.
     narrow_burst: u64,
@@ -46,6 +48,7 @@ impl Parameters {
             limit,
             window,
             burst,
+            fast_burst: burst,
             drain,
             narrow_burst: if fits { burst } else { 0 },
             narrow_capacity: if fits { burst * window } else { 0 },
@@ -60,6 +63,11 @@ impl Parameters {
 
     pub(crate) fn with_count_denied(self, count_denied: bool) -> Self {
         Self { count_denied, ..self }
+    }
+
+    /// Returns the numbers of a quota with blocks, whose acquires no fast path decides.
+    pub(crate) fn with_blocks(self) -> Self {
+        Self { fast_burst: 0, narrow_burst: 0, narrow_capacity: 0, ..self }
     }
 
     #[inline]
@@ -109,6 +117,12 @@ impl Parameters {
     #[inline]
     pub(crate) fn admits_in_64_bits(&self, cost: u64) -> bool {
         cost.wrapping_sub(1) < self.narrow_burst
+    }
+
+    /// Returns whether a fast path can admit this cost.
+    #[inline]
+    pub(crate) fn admits_on_fast_path(&self, cost: u64) -> bool {
+        cost.wrapping_sub(1) < self.fast_burst
     }
 
     /// Returns the burst of a bucket that fits 64 bits, in W-ths of a unit.

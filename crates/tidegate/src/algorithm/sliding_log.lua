@@ -84,7 +84,9 @@ end
 -- too many for this call, it replaces all members. The units stay the same.
 local function collapse_future(state, quota)
   local key, edge, after = state.key, edge_of(state, quota), '(' .. whole(now)
-  local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
+  -- After a step of more than a window, members that have left the window are in the future, too.
+  local first = '(' .. whole(math.max(now, tonumber(edge)))
+  local before = totals(call('ZRANGEBYSCORE', key, first, '+inf', 'LIMIT', 0, 1)[1])
   local removed = call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf')
   local units = state.units
   if not before or removed > removals then

@@ -5,7 +5,7 @@
 //! charged or returned units, and by a refund or reset of another instance, through the
 //! [invalidations](SharedStore::invalidations), which are polled several times per second while
 //! entries are in use. Entries are ignored once the last successful poll is older than one second,
-//! and live for five seconds at most.
+//! and live for five seconds at most; that of a block lives until its end.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,9 +43,12 @@ mod table;
 /// * Units that another instance charges are not visible until the entry expires: it still denies
 ///   nothing that the store would admit, but `retry_after` is too short if the other instance was
 ///   admitted with a smaller cost, or reported units, since the denial.
+/// * The denial of a key that is [blocked](crate::Quota::with_block_for) is repeated until the end
+///   of the block, if an acquire has received it. Other limits of the same request then show a lower
+///   bound of the units that are left.
 /// * A quota that counts denied requests is not cached, because each denial changes its count.
 /// * A change without an invalidation takes effect when the entry expires, after five seconds at
-///   most: a direct call to the wrapped memory store, a key deleted in Redis by hand, a different
+///   most, or at the end of a block: a direct call to the wrapped memory store, a key deleted in Redis by hand, a different
 ///   quota on the same count in another process. (A flushed store, or one that lost invalidations
 ///   in a failover, is detected.)
 /// * The number of entries is bounded. Entries that were not used recently are evicted first.
@@ -215,7 +218,10 @@ impl<S: SharedStore> DenyCacheCore<S> {
     ) {
         let is_denied = decisions.iter().any(|decision| !decision.allowed)
             && decisions.iter().all(|decision| decision.source == Source::Store);
-        let Some(query) = query.filter(|_| is_denied) else { return };
+        // An acquire must reach the store to start a block, whatever a peek has seen.
+        let is_peek_before_block =
+            guard.is_none() && charges.iter().any(|charge| charge.quota().has_blocks());
+        let Some(query) = query.filter(|_| is_denied && !is_peek_before_block) else { return };
         if let Some(guard) = guard {
             guard.cancel();
         }

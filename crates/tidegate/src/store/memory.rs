@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 
 use spin::mutex::SpinMutexGuard;
 
+use self::blocks::Blocks;
 pub use self::builder::Builder;
 use self::capacity::{Capacity, Reservation};
 use self::context::ChargeContext;
@@ -32,6 +33,7 @@ use crate::decision::{Decision, Source};
 use crate::key::{Fingerprint, HashSecret};
 
 mod acquire;
+mod blocks;
 mod builder;
 mod capacity;
 mod context;
@@ -86,6 +88,11 @@ const LOG_ENTRY_BYTES: usize = 16;
 /// those with more keys than its own. So a flood of keys on one policy neither frees a client at
 /// its limit nor empties the counts of another policy.
 ///
+/// A block ([`Quota::with_block_for`](crate::Quota::with_block_for)) takes the room of one key, and
+/// is never forgotten before its end. A full store forgets the blocks that have ended, so that the
+/// next block of such a key is as long as a first one. Without room for a block, none starts: the
+/// key is denied by its count.
+///
 /// The entries of sliding logs have a [maximum of their own](Builder::max_log_bytes), shared in the same way.
 /// A charge whose log has no room gets [`StoreError::Full`], and nothing is forgotten.
 ///
@@ -101,6 +108,7 @@ pub struct MemoryStore {
     secret: &'static HashSecret,
     clock: StoreClock,
     capacity: Capacity,
+    blocks: Blocks,
 }
 
 /// The clock of a store. The system clock, which nearly every store has, is called without dynamic
@@ -251,7 +259,9 @@ impl MemoryStore {
         let mut now = self.clock.now();
         let mut table = self.shard(fingerprint).lock();
         'slow: {
-            if action != Action::Acquire || !charge.can_be_admitted() {
+            if action != Action::Acquire
+                || !charge.quota().parameters().admits_on_fast_path(charge.cost())
+            {
                 break 'slow;
             }
             let Some((state, logs)) = table.get_mut(fingerprint, C::KIND) else { break 'slow };
@@ -313,6 +323,11 @@ impl MemoryStore {
         fingerprint: Fingerprint,
         mut table: SpinMutexGuard<'a, Table>,
     ) -> Result<Decision, StoreError> {
+        if charge.quota().has_blocks() {
+            drop(table);
+            let decisions = self.decide_all_now(action, std::slice::from_ref(charge))?;
+            return Ok(decisions[0]);
+        }
         let mut reservation = Reservation::new(self);
         loop {
             let now = self.clock.now();

@@ -30,7 +30,7 @@
 //! set, if there is a reader: a `DenyCache` (feature `resilience`) in another process. Concurrent
 //! refunds share one call. A refund returns once its invalidation is published or its timeout has
 //! passed. An invalidation that cannot be published does not fail the refund; it is retried in the
-//! background for as long as a deny cache entry lives, five seconds.
+//! background for a minute.
 //!
 //! # Permissions
 //!

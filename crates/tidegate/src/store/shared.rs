@@ -15,11 +15,6 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Heartbeats per second of a whole fleet. A larger fleet lengthens the interval instead of sending
 /// more.
 const MAX_HEARTBEATS_PER_SECOND: u32 = 200;
-/// The longest time for which a `DenyCache` answers with a cached denial, whatever its
-/// `retry_after`. It bounds how long a lost invalidation has an effect, so a store need not retry
-/// publishing one for longer.
-#[cfg(feature = "resilience")]
-pub(crate) const MAX_DENIAL_TTL: Duration = Duration::from_secs(5);
 
 /// Returns the interval between two heartbeats of each instance in a fleet of this size: one
 /// second, and N/200 seconds in a fleet of N > 200 instances.

@@ -14,6 +14,9 @@ use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::Action;
 
+/// A day in microseconds: blocks that were in force in the last one count.
+const DAY: u64 = 86_400_000_000;
+
 /// A slow, obviously correct implementation of all algorithms.
 ///
 /// ```
@@ -31,6 +34,8 @@ use crate::store::Action;
 #[derive(Debug, Default)]
 pub struct Model {
     logs: HashMap<(String, String), EventLog>,
+    /// Blocks of each key, the oldest first, as (start, end).
+    blocks: HashMap<(String, String), Vec<(u64, u64)>>,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -66,19 +71,29 @@ impl Model {
     ) -> Vec<Decision> {
         let now = now.as_micros();
         let all_fit = charges.iter().all(|charge| {
+            if self.block_rest(charge, now) > 0 {
+                return false;
+            }
             let stored = self.event_log(charge);
             let now = stored.without_skew(charge.quota(), now);
             let log = stored.as_of(charge.quota(), now);
             log.counted(charge.quota(), now) + u128::from(charge.cost())
                 <= u128::from(charge.quota().burst())
         });
-        charges.iter().map(|charge| self.decide_one(action, charge, now, all_fit)).collect()
+        charges.iter().map(|charge| self.decide_with_block(action, charge, now, all_fit)).collect()
     }
 
-    /// Returns whether the count of this charge has expired: a store may have evicted it, and a
+    /// Returns whether the count or the blocks of this charge have expired: a store may have evicted it, and a
     /// decision on it is that of a new key.
     #[must_use]
     pub fn is_expired(&self, charge: &Charge<'_>, now: Timestamp) -> bool {
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
+        if let Some((_, end)) = self.blocks.get(&name).and_then(|blocks| blocks.last()) {
+            let history = if charge.quota().block_for().len() > 1 { DAY } else { 0 };
+            if end + history <= now.as_micros() {
+                return true;
+            }
+        }
         let stored = self.event_log(charge);
         let now = stored.without_skew(charge.quota(), now.as_micros());
         stored.as_of(charge.quota(), now).is_void(charge.quota(), now)
@@ -87,6 +102,68 @@ impl Model {
     fn event_log(&self, charge: &Charge<'_>) -> EventLog {
         let name = (charge.key().to_owned(), charge.policy().to_owned());
         self.logs.get(&name).cloned().unwrap_or_default()
+    }
+
+    /// Returns the blocks of a key, as they count at `now`: the last one starts now at the latest.
+    fn blocks(&self, charge: &Charge<'_>, now: u64) -> Vec<(u64, u64)> {
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
+        let mut blocks = self.blocks.get(&name).cloned().unwrap_or_default();
+        if let Some((start, _)) = blocks.last().copied().filter(|(start, _)| *start > now) {
+            for (_, end) in &mut blocks {
+                *end = (*end).min(now + end.saturating_sub(start));
+            }
+        }
+        blocks
+    }
+
+    /// Returns the time until the end of the block of a key; 0 without one.
+    fn block_rest(&self, charge: &Charge<'_>, now: u64) -> u64 {
+        if charge.quota().block_for().is_empty() {
+            return 0;
+        }
+        self.blocks(charge, now).last().map_or(0, |(_, end)| end.saturating_sub(now))
+    }
+
+    fn decide_with_block(
+        &mut self,
+        action: Action,
+        charge: &Charge<'_>,
+        now: u64,
+        all_fit: bool,
+    ) -> Decision {
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
+        let (lengths, rest) = (charge.quota().block_for(), self.block_rest(charge, now));
+        let is_acquire = action == Action::Acquire;
+        if action == Action::Reset {
+            self.blocks.remove(&name);
+        }
+        if lengths.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
+            return self.decide_one(action, charge, now, all_fit);
+        }
+        let mut blocks = self.blocks(charge, now);
+        let decision = self.decide_one(action, charge, now, all_fit && rest == 0);
+        let mut wait = Duration::from_micros(rest);
+        if rest == 0 && (decision.allowed || !is_acquire) {
+            return decision;
+        }
+        if rest == 0 {
+            blocks.retain(|(_, end)| end + DAY > now);
+            wait = lengths[blocks.len().min(lengths.len() - 1)];
+            blocks.push((now, now + u64::try_from(wait.as_micros()).expect("at most a year")));
+        } else if let Some(last) = blocks.last_mut() {
+            last.0 = last.0.min(now);
+        }
+        if is_acquire {
+            self.blocks.insert(name, blocks);
+        }
+        Decision {
+            allowed: false,
+            remaining: 0,
+            retry_after: wait,
+            reset_after: decision.reset_after.max(wait),
+            delay: Duration::ZERO,
+            ..decision
+        }
     }
 
     fn decide_one(

@@ -68,7 +68,34 @@ impl Sequence {
             let step = sequence.step(random);
             sequence.steps.push(step);
         }
-        sequence.with_rare_actions(seed)
+        sequence.with_rare_actions(seed).with_blocks(seed)
+    }
+
+    /// Gives the policies of every fourth seed blocks, of one length or several.
+    fn with_blocks(mut self, seed: u64) -> Self {
+        let random = &mut Random(!seed.rotate_left(32));
+        for (_, quotas) in self.policies.iter_mut().filter(|_| seed.is_multiple_of(4)) {
+            let window = quotas[0].window_micros();
+            let lengths: Vec<Duration> = (0..random.pick(&[1, 1, 2, 3, 10]))
+                .map(|_| {
+                    let micros = random.pick(&[
+                        1_000,
+                        window / 3,
+                        window,
+                        2 * window,
+                        60_000_000,
+                        3_600_000_007,
+                        86_400_000_000,
+                        366 * 86_400_000_000,
+                    ]);
+                    Duration::from_micros(micros.clamp(1_000, 366 * 86_400_000_000))
+                })
+                .collect();
+            for quota in quotas.iter_mut().filter(|quota| !quota.count_denied()) {
+                *quota = quota.clone().with_block_for(&lengths).expect("valid lengths");
+            }
+        }
+        self
     }
 
     /// Generates a sequence in which one log grows to hundreds or thousands of requests, while

@@ -510,3 +510,36 @@ async fn refund_of_two_shards_returns_units_once() {
     let counted = 10 - store.remaining(&a).await + pending;
     assert!(counted >= 2, "two admitted requests count, but only {counted} units do");
 }
+
+/// The blocks of the store and of this instance are apart, and each keeps its own.
+#[tokio::test]
+async fn outage_keeps_the_blocks_that_start_in_it() {
+    let (clock, hour) = (ManualClock::new(), 60 * MINUTE);
+    let store = Flaky::on(&clock);
+    let fleet = fleet_of(1).remove(0);
+    let limiter = Limiter::new(fallback_on(&clock, &store, fleet));
+    let quota = Quota::sliding_log(2, MINUTE).and_then(|quota| quota.with_block_for(&[hour]));
+    let quota = quota.expect("valid");
+    let (one, other) = (Charge::new("one", &quota), Charge::new("other", &quota));
+    let acquire = async |charge: &Charge<'_>| limiter.acquire(charge).await.expect("decided");
+    for expected in [Duration::ZERO, Duration::ZERO, hour] {
+        assert_eq!(acquire(&one).await.retry_after, expected);
+    }
+    store.set_fault(down());
+    assert!(acquire(&one).await.allowed, "only the store has its block");
+    for expected in [Duration::ZERO, Duration::ZERO, hour, hour] {
+        let decision = acquire(&other).await;
+        assert_eq!((decision.retry_after, decision.source), (expected, Source::Local));
+    }
+    // A report is recorded, and shows the count.
+    let reported = limiter.report(&other).await.expect("recorded");
+    assert_eq!((reported.allowed, reported.retry_after), (false, MINUTE));
+    clock.advance(2 * MINUTE);
+    assert_eq!(acquire(&other).await.retry_after, 58 * MINUTE);
+    store.set_fault(Fault::None);
+    assert_eq!(acquire(&one).await.retry_after, 58 * MINUTE);
+    assert!(acquire(&other).await.allowed, "the store has no block");
+    store.set_fault(down());
+    limiter.reset(&other).await.expect_err("the store cannot reset it");
+    assert!(acquire(&other).await.allowed, "a reset ends the local block");
+}

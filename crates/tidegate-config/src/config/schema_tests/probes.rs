@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 33] = [
+pub(super) const PROBES: [Probe; 34] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -61,6 +61,32 @@ pub(super) const PROBES: [Probe; 33] = [
         place: "/policies/0/count_denied",
         valid: &["true", "false", "null"],
         invalid: &[r#""true""#, r#""yes""#, "1", "0"],
+    },
+    Probe {
+        place: "/policies/0/block_for",
+        valid: &[
+            r#""10m""#,
+            r#""1h 30m""#,
+            r#"["1m", "10m", "1h"]"#,
+            r#"["1ms"]"#,
+            r#""366d""#,
+            r#"["1s", "2s", "3s", "4s", "5s", "6s", "7s", "8s", "9s", "10s"]"#,
+            "null",
+        ],
+        invalid: &[
+            r#""0s""#,
+            r#""10""#,
+            r#""367d""#,
+            r#"["1m", "999us"]"#,
+            "10",
+            "true",
+            "1.5",
+            "[]",
+            "[1]",
+            r#"[["1m"]]"#,
+            "{}",
+            r#"["1s", "1s", "1s", "1s", "1s", "1s", "1s", "1s", "1s", "1s", "1s"]"#,
+        ],
     },
     Probe { place: "/policies/0/burst", valid: &["null"], invalid: &["5", "0", r#""5""#] },
     Probe {
@@ -283,6 +309,8 @@ pub(super) const PROBES: [Probe; 33] = [
                 "encoding": "packed"}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "token-bucket",
                 "count_denied": false}]"#,
+            r#"[{"name": "a", "limit": 10, "window": "1s", "count_denied": true,
+                "block_for": "1m"}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "encoding": "hash"}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "sliding-counter",
                 "encoding": "sorted-set"}]"#,

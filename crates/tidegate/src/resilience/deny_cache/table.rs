@@ -18,11 +18,13 @@ use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::random::random_u64;
 use crate::store::invalidation::CountId;
-use crate::store::shared::MAX_DENIAL_TTL;
 
 /// Maximum number of decisions in a set. The denial of a request with more charges has a set of
 /// its own.
 const WAYS: usize = 8;
+/// Longest time for which a denial is repeated, whatever its `retry_after`, unless the key is
+/// blocked. It bounds how long a lost invalidation has an effect.
+const MAX_DENIAL_TTL: Duration = Duration::from_secs(5);
 /// Longest time for which a denial is repeated if more units than it shows may become free before
 /// it ends: those of a limit that allows the request, or fewer than the request needs.
 const MAX_INEXACT_TTL: Duration = Duration::from_secs(1);
@@ -75,7 +77,15 @@ impl CachedDenial {
             let lacks_one = !decision.allowed && charge.cost() <= decision.remaining + 1;
             lacks_one || decision.reset_after.is_zero()
         });
-        let max_ttl = if remains_exact { MAX_DENIAL_TTL } else { MAX_INEXACT_TTL };
+        let is_blocked = charges
+            .iter()
+            .zip(decisions)
+            .any(|(charge, decision)| !decision.allowed && charge.quota().has_blocks());
+        let max_ttl = match (is_blocked, remains_exact) {
+            (true, _) => Duration::MAX,
+            (false, true) => MAX_DENIAL_TTL,
+            (false, false) => MAX_INEXACT_TTL,
+        };
         let ttl = certain_part(retry_after).min(micros(max_ttl));
         let raw = |decision: &Decision| RawDecision {
             allowed: decision.allowed,
@@ -271,8 +281,8 @@ impl CacheSecret {
         bytes[key.len() + 1..length].copy_from_slice(policy);
         bytes[length] = 0xff;
         let numbers = [quota.limit(), quota.window_micros(), quota.burst(), charge.cost(), epoch];
-        let kind =
-            [quota.algorithm() as u8, quota.encoding() as u8, u8::from(quota.count_denied())];
+        let option = u8::from(quota.count_denied()) + 2 * u8::from(quota.has_blocks());
+        let kind = [quota.algorithm() as u8, quota.encoding() as u8, option];
         for (field, number) in bytes[length + 1..].chunks_exact_mut(8).zip(numbers) {
             field.copy_from_slice(&number.to_le_bytes());
         }

@@ -194,7 +194,7 @@ impl<S: SharedStore> FallbackCore<S> {
 
     /// Returns whether the units of a report fit into the share, and if not, the wait for one unit.
     fn show_reported(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let share = self.share_or_whole(charge);
+        let share = self.share_or_whole(charge).without_blocks();
         let peek =
             |cost| self.local.decide_now(Action::Peek, &charge.with_quota(&share).with_cost(cost));
         let (recorded, next) = (peek(0)?, peek(1)?);

@@ -1,5 +1,6 @@
 //! [`Builder`]: the options of a [`MemoryStore`].
 
+use super::blocks::Blocks;
 use super::capacity::Capacity;
 use super::shard::Shard;
 use super::{LOG_ENTRY_BYTES, MemoryStore, StoreClock};
@@ -74,6 +75,7 @@ impl Builder {
                 .clock
                 .map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Custom),
             capacity: Capacity::new(self.max_keys, max_log_bytes / LOG_ENTRY_BYTES),
+            blocks: Blocks::new(),
         }
     }
 }

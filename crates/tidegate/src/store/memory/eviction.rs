@@ -47,11 +47,14 @@ impl MemoryStore {
                 let is_new = !victims.contains(&other);
                 self.eviction_rank(fingerprint, lack, other, state).filter(|_| is_new)
             };
-            let sample = self.shards[index].lock().sample(now, &self.capacity, rank);
+            let mut table = self.shards[index].lock();
+            let sample = table.sample(now, &self.capacity, rank);
+            let has_ended = self.blocks.of_shard(index).sweep(now, true, &self.capacity);
+            drop(table);
             // An empty shard counts too, so that the loop ends.
             scanned += sample.entries.max(1);
             shards += 1;
-            if sample.has_expired && reservation.reserve(class, lack) {
+            if (sample.has_expired || has_ended) && reservation.reserve(class, lack) {
                 return Ok(());
             }
             entries += sample.entries;

@@ -17,8 +17,22 @@ impl MemoryStore {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
+        if charges.iter().any(|charge| charge.quota().has_blocks()) {
+            self.decide_all_as::<true>(action, charges)
+        } else {
+            self.decide_all_as::<false>(action, charges)
+        }
+    }
+
+    /// Decides several charges; `BLOCKS`: some of them have blocks.
+    fn decide_all_as<const BLOCKS: bool>(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let fingerprints: Vec<Fingerprint> =
             charges.iter().map(|charge| self.fingerprint(charge)).collect();
+        let mut starts_blocks = BLOCKS && action == Action::Acquire;
         let mut reservation = Reservation::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
@@ -32,7 +46,7 @@ impl MemoryStore {
                 all_fit,
             };
             let is_all_or_nothing = matches!(action, Action::Acquire | Action::Peek);
-            let (mut all_fit, mut new_keys) = (true, 0);
+            let (mut all_fit, mut new_keys, mut new_blocks) = (true, 0, 0);
             // Entries that logs have to grow by: if all charges fit, and because denials count.
             let (mut growth, mut growth_of_denials) = (0, 0);
             // Of the keys that need room, one of the policy that has taken the most.
@@ -41,7 +55,9 @@ impl MemoryStore {
                 let table = locked.table(fingerprint);
                 let is_new = table.find(fingerprint).is_err();
                 let fit = context(charge, fingerprint, true).fits(table);
-                if fit.fits || !is_all_or_nothing {
+                let block = BLOCKS.then(|| context(charge, fingerprint, true).block());
+                let is_blocked = block.is_some_and(|block| block.rest > 0);
+                if fit.fits && !is_blocked || !is_all_or_nothing {
                     growth += fit.log_growth;
                 } else {
                     all_fit = false;
@@ -49,7 +65,10 @@ impl MemoryStore {
                         fit.log_growth * usize::from(charge.quota().count_denied());
                 }
                 new_keys += usize::from(is_new);
-                if is_new || fit.log_growth > 0 {
+                let is_new_block =
+                    !fit.fits && starts_blocks && block.is_some_and(|block| block.is_new);
+                new_blocks += usize::from(is_new_block);
+                if is_new || fit.log_growth > 0 || is_new_block {
                     let taken = |key: &Fingerprint| self.capacity.keys.taken_by(key.policy_class());
                     needs_room = needs_room.into_iter().chain([fingerprint]).max_by_key(taken);
                 }
@@ -58,29 +77,41 @@ impl MemoryStore {
             if matches!(action, Action::Acquire | Action::ChargeUpTo | Action::Report)
                 && let Some(fingerprint) = needs_room
             {
-                let (keys, growth) = if all_fit { (new_keys, growth) } else { (0, 0) };
+                let (keys, growth) = if all_fit { (new_keys, growth) } else { (new_blocks, 0) };
                 let lacks = [Lack::Keys(keys), Lack::LogEntries(growth + growth_of_denials)];
                 let class = fingerprint.policy_class();
                 if let Some(lack) =
                     lacks.into_iter().find(|lack| !reservation.reserve(class, *lack))
                 {
                     drop(locked);
-                    self.make_room(fingerprint, lack, now, &mut reservation)?;
+                    match self.make_room(fingerprint, lack, now, &mut reservation) {
+                        // A key that is denied by its count is denied without room for a block.
+                        Err(_) if new_blocks > 0 => starts_blocks = false,
+                        made => made?,
+                    }
                     continue;
                 }
             }
             let mut decisions = Vec::with_capacity(charges.len());
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
-                let decision = context(charge, fingerprint, all_fit).apply(table, &mut reservation);
+                let context = context(charge, fingerprint, all_fit);
+                let decision = if BLOCKS && charge.quota().has_blocks() {
+                    context.apply_with_block(table, &mut reservation, starts_blocks)
+                } else {
+                    context.apply(table, &mut reservation)
+                };
                 // The reservation has room for everything.
                 let Ok(decision) = decision else { break };
                 decisions.push(decision.into_decision(charge.quota().burst(), Source::Store));
             }
             if decisions.len() == charges.len() {
                 // Sweep last: a later charge relies on the entries that the first pass has seen.
-                for (_, table) in &mut locked.0 {
+                for (index, table) in &mut locked.0 {
                     table.sweep(now, &self.capacity);
+                    if BLOCKS {
+                        self.blocks.of_shard(*index).sweep(now, false, &self.capacity);
+                    }
                 }
                 return Ok(decisions);
             }

@@ -56,10 +56,11 @@ const DECIDE: &str = include_str!("script/decide.lua");
 const HEARTBEAT: &str = include_str!("coordination/heartbeat.lua");
 const INVALIDATION: &str = include_str!("coordination/invalidation.lua");
 /// Files that decide.lua includes, by name: general.lua before those that it includes itself.
-const INCLUDED: [(&str, &str); 13] = [
+const INCLUDED: [(&str, &str); 14] = [
     CLOCK,
     ("general.lua", include_str!("script/general.lua")),
     ("arithmetic.lua", include_str!("script/arithmetic.lua")),
+    ("block.lua", include_str!("../../algorithm/block.lua")),
     ("bucket.lua", include_str!("../../algorithm/bucket.lua")),
     ("bucket.fast.lua", include_str!("../../algorithm/bucket.fast.lua")),
     ("fixed_window.lua", include_str!("../../algorithm/fixed_window.lua")),

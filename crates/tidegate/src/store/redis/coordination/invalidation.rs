@@ -5,8 +5,8 @@
 //! invalidations of all counts.
 //!
 //! The [`Publisher`] of a store has at most one call in flight. Invalidations that arrive during a
-//! call share the next one. A call that fails is retried with backoff for as long as deny cache
-//! entries can live: after that, no instance has an entry that the invalidation could remove.
+//! call share the next one. A call that fails is retried with backoff for a minute: for longer than
+//! deny cache entries live, except those of blocks.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,6 @@ use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::Topology;
 use crate::store::redis::script::Script;
 use crate::store::redis::script::call::OwnCall;
-use crate::store::shared::MAX_DENIAL_TTL;
 use crate::store::{Action, StoreError};
 
 /// Number of invalidations that are kept. A reader that has missed more drops its whole cache.
@@ -36,6 +35,8 @@ const SET_TTL: Duration = Duration::from_secs(10);
 const MAX_PENDING: usize = 1_000;
 /// Number of counts in one call.
 const MAX_BATCH: usize = 128;
+/// Time for which a call is retried after the latest invalidation.
+const MAX_PUBLISH_AGE: Duration = Duration::from_secs(60);
 const PUBLISH_BACKOFF: Backoff = Backoff::from_millis(10, 250);
 
 /// Counts that are about to get units back. They are published when the refund or reset ends, even
@@ -225,10 +226,10 @@ impl PublisherState {
     }
 
     /// Requeues a batch that was not published. Returns false, and drops everything pending, once
-    /// no deny cache can have an entry from before the latest invalidation.
+    /// the latest invalidation is too old.
     fn requeue(&mut self, batch: InvalidationBatch, now: Instant) -> bool {
         let age = self.added_at.map(|added_at| now.saturating_duration_since(added_at));
-        if age.is_none_or(|age| age >= MAX_DENIAL_TTL) {
+        if age.is_none_or(|age| age >= MAX_PUBLISH_AGE) {
             let running = self.running;
             *self = Self { last: self.last, running, ..Self::default() };
             return false;
@@ -373,7 +374,7 @@ mod tests {
             (&batch.scope, batch.numbers.as_slice()),
             (&Scope::Counts(counts(0..3)), &[1, 2, 3][..])
         );
-        assert!(!state.requeue(batch, now + MAX_DENIAL_TTL));
+        assert!(!state.requeue(batch, now + MAX_PUBLISH_AGE));
         assert_eq!((scopes(&mut state), state.last), (Vec::new(), 3));
     }
 

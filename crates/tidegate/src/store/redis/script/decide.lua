@@ -18,7 +18,9 @@
 --        The first header is valid for the call in its first three numbers.
 --        A group is one request of any action on any charges. Its header has, instead of limit
 --        and window, the action and the number of charges, and continues with six doubles per
---        charge: kind, limit, window, option, cost, since.
+--        charge: kind, limit, window, option, cost, since. Instead of the option it has the number
+--        of charges with a block, whose keys follow those of the counts; they have, after all
+--        charges: number of the charge, number of lengths, lengths (microseconds).
 --          action   1 acquire, 2 peek, 3 refund, 4 reset, 5 charge-up-to, 6 report: charges even
 --                   beyond the limit, each charge separately, 7 count-denied: an acquire that
 --                   another node has already denied; spends nothing

@@ -258,13 +258,29 @@ local function answer_unspent(charge)
   answer(1, algorithm.remaining(state, quota), 0, reset_after(state, quota, 0), 0)
 end
 
+-- Writes a block. Without memory for it, its key is denied by its count.
+local function save_block(block)
+  work = work + 1
+  local saved = try('SET', block.key, block.value, 'PXAT', block.expires_at)
+  local failed = type(saved) == 'table' and saved.err
+  if failed and not failed:find('OOM ', 1, true) then error(saved) end
+end
+
 -- Decides one charge. `all_fit`: every charge of this request fits. Returns what it has to write.
 local function decide(charge, action, all_fit)
   local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
-  local remaining, spend = charge.remaining, 0
-  if not charge.fits then
+  local remaining, spend, block = charge.remaining, 0, charge.block
+  if block and block.rest > 0 then
+    answer(0, 0, block.rest, math.max(block.rest, reset_after(state, quota, 0)), 0)
+    block.is_written = block.is_changed and action ~= PEEK
+  elseif not charge.fits then
     if quota.count_denied then spend, remaining = cost, 0 end
     local wait, reset = times_of_denial(state, quota, cost, spend)
+    if block and action ~= PEEK then
+      -- Exceeds the limit: a block starts.
+      wait, remaining, block.is_written = block.length, 0, true
+      reset = math.max(reset, wait)
+    end
     answer(0, remaining, wait, reset, 0)
   elseif all_fit then
     spend = cost
@@ -313,7 +329,7 @@ local function refund(charge)
 end
 
 local function group(header, from, to)
-  local action, count = unpack_struct('<dd', header, 41)
+  local action, count, block_count = unpack_struct('<ddd', header, 41)
   if action == RESET then
     call('UNLINK', unpack(keys, from, to))
     return answer(1)
@@ -338,6 +354,9 @@ local function group(header, from, to)
   end
   -- A count was ahead: all are decided at one time.
   if now > given then return group(header, from, to) end
+  if block_count > 0 then
+    include('block.lua')
+  end
   for i = 1, count do
     local charge = charges[i]
     if action == REPORT then
@@ -355,6 +374,7 @@ local function group(header, from, to)
   for i = 1, count do
     local charge = charges[i]
     if charge.write then charge.write(charge.key, charge.state, charge.quota) end
+    if charge.block and charge.block.is_written then save_block(charge.block) end
   end
 end
 

@@ -18,6 +18,7 @@ use super::KeyMode;
 use super::reply::{CallReply, ItemReply, ReplyReader, unexpected};
 use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
+use crate::clock::micros;
 use crate::quota::{Quota, window_text};
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
@@ -49,6 +50,7 @@ pub(crate) struct EncodedRequests {
     /// The Redis keys, concatenated.
     keys: String,
     charges: Vec<EncodedCharge>,
+    blocks: Vec<EncodedBlock>,
     quotas: Vec<EncodedQuota>,
     items: Vec<Item>,
     /// Expected time in Redis, in units of the time for a small count.
@@ -63,6 +65,7 @@ pub(crate) struct Item {
     pub(crate) slot: u16,
     kind: RequestKind,
     charges: Range<usize>,
+    blocks: Range<usize>,
     /// Hash of the key of an acquire. A call has few items, so that they are searched in turn.
     key_hash: Option<u64>,
 }
@@ -102,6 +105,15 @@ struct EncodedCharge {
     cost: u64,
     /// Time of the charge to refund, by the store's own clock; 0 if unknown.
     charged_at: u64,
+}
+
+/// Block of a charge.
+struct EncodedBlock {
+    /// Range of its key in [`EncodedRequests::keys`].
+    key: Range<usize>,
+    /// Position of the charge in its request, from 1 on.
+    charge: usize,
+    quota: Quota,
 }
 
 /// Quota in the form that the script expects.
@@ -158,17 +170,38 @@ impl Operation {
             Self::CountDenied => 7,
         }
     }
+
+    /// Returns whether it depends on blocks, or starts or deletes them.
+    fn uses_blocks(self) -> bool {
+        match self {
+            Self::Apply(Action::Acquire | Action::Peek | Action::Reset) | Self::CountDenied => true,
+            Self::Apply(Action::Refund | Action::ChargeUpTo | Action::Report) => false,
+        }
+    }
+}
+
+/// Returns the key of a block, given that of its count: `<prefix>:{<key>}block:<policy>`. The name
+/// of a count has a colon, or its format, after the brace.
+fn block_key(count_key: &str, policy: &str) -> String {
+    let up_to_brace = count_key.strip_suffix(policy).and_then(|start| start.strip_suffix(':'));
+    format!("{}block:{policy}", up_to_brace.unwrap_or(count_key))
 }
 
 impl RequestKind {
     fn of(request: &Request<'_>) -> Self {
         match (request.operation, request.charges) {
             // Requests with `count_denied` are not equal: each denial changes the state for the
-            // next.
+            // next. So does the denial that starts a block.
             (Operation::Apply(action @ (Action::Acquire | Action::Peek)), [charge])
-                if charge.cost() > 0 && !charge.quota().count_denied() =>
+                if charge.cost() > 0
+                    && !charge.quota().count_denied()
+                    && !charge.quota().has_blocks() =>
             {
-                if action == Action::Peek { Self::Peek } else { Self::Acquire }
+                if action == Action::Peek {
+                    Self::Peek
+                } else {
+                    Self::Acquire
+                }
             }
             (operation, _) => Self::Group(operation),
         }
@@ -245,7 +278,7 @@ impl EncodedRequests {
         write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> usize {
         let kind = RequestKind::of(request);
-        let first_charge = self.charges.len();
+        let (first_charge, first_block) = (self.charges.len(), self.blocks.len());
         let keys_start = self.keys.len();
         for charge in request.charges {
             let start = self.keys.len();
@@ -255,6 +288,16 @@ impl EncodedRequests {
             let charged_at = charge.charged_at().as_micros();
             let key = start..self.keys.len();
             self.charges.push(EncodedCharge { key, quota, cost, charged_at });
+        }
+        for (index, charge) in request.charges.iter().enumerate() {
+            if charge.quota().has_blocks() && request.operation.uses_blocks() {
+                let count = self.key_of(first_charge + index);
+                let block = block_key(count, charge.policy());
+                let start = self.keys.len();
+                self.keys.push_str(&block);
+                let (key, quota) = (start..self.keys.len(), charge.quota().clone());
+                self.blocks.push(EncodedBlock { key, charge: index + 1, quota });
+            }
         }
         let key_hash =
             (kind == RequestKind::Acquire).then(|| self.hasher.hash_one(self.key_of(first_charge)));
@@ -270,7 +313,8 @@ impl EncodedRequests {
             self.keeps_order = true;
         }
         self.weight += request.weight();
-        self.items.push(Item { slot, kind, charges: first_charge..self.charges.len(), key_hash });
+        let (charges, blocks) = (first_charge..self.charges.len(), first_block..self.blocks.len());
+        self.items.push(Item { slot, kind, charges, blocks, key_hash });
         self.items.len() - 1
     }
 
@@ -335,6 +379,17 @@ impl EncodedRequests {
         &self.charges[self.items[item].charges.clone()]
     }
 
+    fn blocks_of(&self, item: usize) -> &[EncodedBlock] {
+        &self.blocks[self.items[item].blocks.clone()]
+    }
+
+    /// Returns the Redis keys of an item.
+    fn keys_of(&self, item: usize) -> impl Iterator<Item = &[u8]> {
+        let counts = self.charges_of(item).iter().map(|charge| &charge.key);
+        let blocks = self.blocks_of(item).iter().map(|block| &block.key);
+        counts.chain(blocks).map(|key| self.keys[key.clone()].as_bytes())
+    }
+
     /// Returns these items in the order of a call, each with its number of equal requests.
     pub(crate) fn order(
         &self,
@@ -367,16 +422,15 @@ impl EncodedRequests {
         server_times: &ServerTimes,
         mode: KeyMode,
     ) -> Command {
-        let charges = || order.iter().flat_map(|ordered| self.charges_of(ordered.item));
-        let key = |charge: &EncodedCharge| self.keys[charge.key.clone()].as_bytes();
-        let keys = charges().count();
+        let all_keys = || order.iter().flat_map(|ordered| self.keys_of(ordered.item));
+        let keys = all_keys().count();
         let declared = if mode == KeyMode::Declared { keys } else { keys.min(1) };
         let runs = || order.chunk_by(|one, other| one.run == other.run);
         let run_count = runs().count();
         let capacity = self.keys.len() + WORD_BYTES * (1 + keys) + HEADER_BYTES * run_count;
         let mut arguments = Command::with_capacity(capacity);
         arguments.push(itoa::Buffer::new().format(declared).as_bytes());
-        charges().take(declared).for_each(|charge| arguments.push(key(charge)));
+        all_keys().take(declared).for_each(|key| arguments.push(key));
         let mut header = Vec::with_capacity(HEADER_BYTES);
         for run in runs() {
             let Some(OrderedItem { item, run: run_key }) = run.first() else { continue };
@@ -403,19 +457,20 @@ impl EncodedRequests {
             }
             arguments.push(&header);
         }
-        charges().skip(declared).for_each(|charge| arguments.push(key(charge)));
+        all_keys().skip(declared).for_each(|key| arguments.push(key));
         arguments
     }
 
     /// Writes the part of a group's header that follows the call's numbers.
     fn push_group(&self, item: usize, server_times: &ServerTimes, mut push: impl FnMut(i64)) {
-        let charges = self.charges_of(item);
+        let (charges, blocks) = (self.charges_of(item), self.blocks_of(item));
         let RequestKind::Group(operation) = self.items[item].kind else { return };
         push(0);
-        push(signed(charges.len() as u64));
+        push(signed((charges.len() + blocks.len()) as u64));
         push(i64::from(operation.number()));
         push(signed(charges.len() as u64));
-        (0..3).for_each(|_| push(0));
+        push(signed(blocks.len() as u64));
+        (0..2).for_each(|_| push(0));
         for charge in charges {
             let quota = &self.quotas[charge.quota];
             push(i64::from(quota.kind.number()));
@@ -423,6 +478,14 @@ impl EncodedRequests {
                 push(signed(number));
             }
             push(server_times.to_server_time(charge.charged_at));
+        }
+        for block in blocks {
+            let lengths = block.quota.block_for();
+            push(signed(block.charge as u64));
+            push(signed(lengths.len() as u64));
+            for length in lengths {
+                push(signed(micros(*length)));
+            }
         }
     }
 
