@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use super::RawDecision;
-use crate::clock::micros;
 
 /// Time after its end for which a block counts for the length of the next one. Microseconds.
 const HISTORY: u64 = 86_400_000_000;
@@ -29,7 +28,8 @@ impl Block {
             ends.copied().filter(|end| end.saturating_add(HISTORY) > now).collect();
         let last = lengths.len().saturating_sub(1);
         earlier_ends.truncate(last);
-        let length = lengths.get(earlier_ends.len()).copied().map_or(0, micros);
+        let length = lengths.get(earlier_ends.len()).map_or(0, Duration::as_micros);
+        let length = u64::try_from(length).unwrap_or(u64::MAX);
         Self { start: now, end: now.saturating_add(length), earlier_ends, has_history: last > 0 }
     }
 
