@@ -109,8 +109,11 @@ impl<C: Clock + 'static> WindowStore<C> {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        if charges.iter().any(|charge| charge.quota().algorithm() != Algorithm::FixedWindow) {
-            let message = "this store has only fixed-window".to_owned();
+        let is_other = |quota: &Quota| {
+            quota.algorithm() != Algorithm::FixedWindow || !quota.block_for().is_empty()
+        };
+        if charges.iter().any(|charge| is_other(charge.quota())) {
+            let message = "this store has only fixed-window, without blocks".to_owned();
             return Err(StoreError::Misconfigured(message));
         }
         let now = self.clock.now().as_micros();

@@ -3,8 +3,8 @@
 //!
 //! A seed generates a sequence of steps: acquire, `acquire_all`, peek, refund, reset, partial
 //! charge, report, clock advances to edge cases, clock steps back, changed limits, and limits with
-//! blocks. Every field of every decision must equal the decision of the model. A failing sequence is shrunk before it
-//! is printed.
+//! blocks. Every field of every decision must equal the decision of the model. A failing sequence is
+//! shrunk before it is printed.
 //!
 //! The store must decide by the [`ManualClock`] that the suite passes in. A store whose server has
 //! its own time, such as Redis, needs a test mode in which the client sends the time.
@@ -90,12 +90,14 @@ pub async fn conformance<S: Store>(
     mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        check(seed, Sequence::from_seed(seed, &Algorithm::ALL), &mut new_limiter).await;
+        let sequence = Sequence::from_seed(seed, &Algorithm::ALL).with_blocks(seed);
+        check(seed, sequence, &mut new_limiter).await;
     }
 }
 
-/// Runs [`conformance`] with quotas of these algorithms only, for a store that has no others. Such a
-/// store should answer other quotas with
+/// Runs [`conformance`] with quotas of these algorithms only, and without blocks, for a store that has
+/// no others. Such a store should answer other quotas, and those with
+/// [`block_for`](crate::Quota::block_for), with
 /// [`StoreError::Misconfigured`](crate::StoreError::Misconfigured).
 ///
 /// ```

@@ -12,10 +12,10 @@
 --
 -- general.lua includes this file.
 -- inputs
--- luacheck: read globals block_count charges count expiry from header is_time keys now read
+-- luacheck: read globals block_count count expiry from header is_time keys now read
 -- luacheck: read globals unpack_struct whole
 -- outputs
--- luacheck: globals all_fit
+-- luacheck: globals all_fit charges
 
 local HISTORY, MAX_LENGTH, position = 86400000000, 31622400000000, 81 + 48 * count
 for i = 1, block_count do

@@ -68,11 +68,11 @@ impl Sequence {
             let step = sequence.step(random);
             sequence.steps.push(step);
         }
-        sequence.with_rare_actions(seed).with_blocks(seed)
+        sequence.with_rare_actions(seed)
     }
 
     /// Gives the policies of every fourth seed blocks, of one length or several.
-    fn with_blocks(mut self, seed: u64) -> Self {
+    pub(super) fn with_blocks(mut self, seed: u64) -> Self {
         let random = &mut Random(!seed.rotate_left(32));
         for (_, quotas) in self.policies.iter_mut().filter(|_| seed.is_multiple_of(4)) {
             let window = quotas[0].window_micros();
