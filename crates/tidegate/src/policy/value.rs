@@ -156,19 +156,22 @@ fn without_backslashes(quoted: &str) -> Vec<u8> {
 
 /// Decodes percent codes until none is left. Some frameworks decode once, some not at all, and some
 /// only if all codes are valid; what each of them reads has the same final form.
-fn percent_decoded(bytes: Vec<u8>) -> Vec<u8> {
-    let mut decoded = Vec::with_capacity(bytes.len());
-    for byte in bytes {
-        decoded.push(byte);
+fn percent_decoded(mut bytes: Vec<u8>) -> Vec<u8> {
+    // Number of decoded bytes, at the start of the list.
+    let mut decoded = 0;
+    for at in 0..bytes.len() {
+        bytes[decoded] = bytes[at];
+        decoded += 1;
         // A decoded byte may complete another code.
-        while let [.., b'%', high, low] = decoded[..]
+        while let [.., b'%', high, low] = bytes[..decoded]
             && let Some(code) = digits(16, &[high, low])
         {
-            decoded.truncate(decoded.len() - 3);
-            decoded.push(code);
+            decoded -= 2;
+            bytes[decoded - 1] = code;
         }
     }
-    decoded
+    bytes.truncate(decoded);
+    bytes
 }
 
 /// Returns the byte that these digits stand for.
