@@ -442,7 +442,7 @@ pub fn explained_body(
         let policies = policies.iter().map(|Explanation { policy, applies, reason, .. }| {
             ExplanationBody { policy, applies: *applies, reason }
         });
-        let policies = serde_json::json!(policies.collect::<Vec<_>>()).to_string();
+        let policies = serde_json::to_string(&policies.collect::<Vec<_>>()).unwrap_or_default();
         body.truncate(body.len() - 1);
         body.extend_from_slice(format!(",\"policies\":{policies}}}").as_bytes());
     }

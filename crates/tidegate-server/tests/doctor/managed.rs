@@ -48,7 +48,7 @@ fn synchronous_freeing_is_a_warning_if_there_are_large_logs() {
         (format!("{{{log}, limit: 50000}}"), "warning"),
         (format!("{{{log}, limit: 50000, encoding: packed}}"), "note"),
         (
-            format!("{{{log}, limit: 10, key: ip, overrides: [{{key: u, limit: 60000}}]}}"),
+            format!("{{{log}, limit: 10, key: host, overrides: [{{key: u, limit: 60000}}]}}"),
             "warning",
         ),
     ] {

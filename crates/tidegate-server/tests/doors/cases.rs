@@ -292,7 +292,7 @@ fn policies() -> Vec<Case> {
             .fields("limits: {attribute: COST, pro: 2, other: 1}"),
         by_header("exempt", "ann", "")
             .cost("internal")
-            .fields("unless: [{COST: nobody}, {COST: 'int*'}]")
+            .fields("unless: [{COST: absent}, {COST: 'int*'}]")
             .exempt(),
         by_header("not exempt", "ann", "ann").cost("x-internal").fields("unless: [{COST: 'int*'}]"),
         by_header("shadow mode", "ann", "ann").fields("mode: shadow").outcomes([Allowed, Allowed]),

@@ -74,8 +74,8 @@ struct ResultBody {
     window_ms: u64,
     #[serde(rename = "override")]
     is_override: bool,
-    /// Value of the attribute in the policy's `limits` that has this limit, or `other`. The key
-    /// alone does not tell which one its requests have.
+    /// Value of the attribute in the policy's `limits` that has this limit, or `other`. It
+    /// depends on the request, not on the key.
     #[serde(skip_serializing_if = "Option::is_none")]
     value: Option<String>,
     #[serde(flatten)]

@@ -221,8 +221,10 @@ mod tests {
         let payload = panicked.expect_err("a panic");
         assert_eq!(payload.downcast_ref::<&str>(), Some(&"a defect"));
         assert_eq!(tcgetattr(&terminal).expect("a terminal").local_modes, before);
-        let mut output = [0; 1024];
-        let length = master.read(&mut output).expect("the escape codes");
-        assert_eq!(output[..length], [ENTER, LEAVE].concat());
+        let codes = [ENTER, LEAVE].concat();
+        let mut output = vec![0; codes.len()];
+        // The terminal may pass them on one by one.
+        master.read_exact(&mut output).expect("the escape codes");
+        assert_eq!(output, codes);
     }
 }

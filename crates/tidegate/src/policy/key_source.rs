@@ -32,7 +32,7 @@ pub struct KeySource {
     kind: SourceKind,
 }
 
-/// What an attribute is, by its name: how its values are read depends on it.
+/// Kind of an attribute, by its name. Values of each kind are read in their own way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum SourceKind {
     Ip,

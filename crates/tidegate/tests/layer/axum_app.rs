@@ -23,7 +23,10 @@ fn limiter() -> Limiter {
 }
 
 fn layer(limit: u64) -> RateLimitLayer<QuotaRequestLimiter> {
-    let quota = Quota::token_bucket(limit, LONG).expect("a valid quota");
+    layer_of(Quota::token_bucket(limit, LONG).expect("a valid quota"))
+}
+
+fn layer_of(quota: Quota) -> RateLimitLayer<QuotaRequestLimiter> {
     RateLimitLayer::new(limiter(), quota)
         .policy("per-user")
         .by(KeySource::header("x-user-id").expect("valid"))
@@ -224,7 +227,9 @@ async fn preflight_requests_are_exempt_only_if_configured() {
 #[tokio::test]
 async fn failed_requests_are_refunded() {
     let fails = get(async || (StatusCode::BAD_GATEWAY, "broken"));
-    let layer = layer(2).refund_on(|status| status.is_server_error());
+    // A bucket would lack what has drained between the request and its charge.
+    let quota = Quota::sliding_log(2, LONG).expect("a valid quota");
+    let layer = layer_of(quota).refund_on(|status| status.is_server_error());
     let app = Router::new().route("/fails", fails).route("/", get(async || "hello")).layer(layer);
     let site = Site::start(app).await;
     let asker = site.asker();
