@@ -55,7 +55,15 @@ pub(crate) fn of_policies(
     });
     let exempted = "make sure that a proxy in front removes it, or add a condition on ip to the \
                     entry";
+    let short_blocks = policies.iter().filter_map(|policy| {
+        let (block, window) = (policy.quota().block_for().iter().min()?, policy.quota().window());
+        let wrong = format!("block_for {block:?} is shorter than the window of {window:?}");
+        (*block < window).then_some((policy.name(), wrong))
+    });
+    let blocked_again = "after it, the limit may still be exceeded, and the next request starts \
+                         another block: block for at least the window";
     [
+        grouped(file, &line, &short_blocks.collect::<Vec<_>>(), blocked_again),
         grouped(file, &line, &bypassable.collect::<Vec<_>>(), bypassed),
         grouped(file, &line, &literal.collect::<Vec<_>>(), literals),
         grouped(file, &line, &exemptible.collect::<Vec<_>>(), exempted),

@@ -215,6 +215,14 @@ fn policies_that_may_not_limit_as_meant_are_warnings() {
                  client may choose";
     assert!(text.contains(right), "{text}");
     assert_eq!(text.matches("warning").count(), 1, "{text}");
+    let short = "policies:\n  - {name: a, key: ip, limit: 1, window: 30s, block_for: [1s, 1m]}\n  \
+                 - {name: b, key: ip, limit: 1, window: 30s, block_for: 30s}\n";
+    let text = warnings(short);
+    assert!(
+        text.contains("policy \"a\": block_for 1s is shorter than the window of 30s"),
+        "{text}"
+    );
+    assert_eq!(text.matches("warning").count(), 1, "{text}");
     let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
     assert_eq!(warnings(&guarded), "");
     let only_failures = guarded.replace("window: 1s}\n", "window: 1s, refund_on: {status: 2xx}}\n");

@@ -1,14 +1,14 @@
 //! State that all front doors share: the active configuration, the store, metrics and hot keys.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime};
 
 use arc_swap::{ArcSwap, Guard};
 use http::HeaderMap;
 use tidegate::{
-    Action, Charge, ClientIp, Limiter, Policies, PolicyDecisions, PolicyLimiter, Progress, Query,
-    QueryError, ShowKeys, Store as _, StoreError, Timestamp,
+    Action, Charge, ClientIp, KeySource, Limiter, Policies, PolicyDecisions, PolicyLimiter,
+    Progress, Query, QueryError, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::auth::AuthListener;
@@ -217,6 +217,14 @@ impl ActiveConfig {
             Progress::Decided(decisions) => answer(&decisions),
             Progress::Waiting(waiting) => answer(&self.limiter.finish(waiting).await?),
         })
+    }
+
+    /// Returns the key that requests count by: an address by its group, if the policy counts by ip.
+    pub fn counted_key(&self, policy: &str, key: &str) -> String {
+        let policy = self.policies().get(policy);
+        let is_by_ip = policy.is_some_and(|it| it.key().iter().map(KeySource::as_str).eq(["ip"]));
+        let address = key.parse::<IpAddr>().ok().filter(|_| is_by_ip);
+        address.map_or_else(|| key.to_owned(), |address| self.client_ip.group(address))
     }
 
     /// Returns a key as operators see it.

@@ -208,8 +208,11 @@ pub fn connection_finding(error: &StoreError, prefix: &str, topology: RedisTopol
 }
 
 /// Checks the number of instances that a service assumes when it starts during an outage.
-pub fn instances(configured: Option<usize>) -> Finding {
-    if let Some(instances) = configured {
+pub fn instances(redis: &RedisConfig) -> Finding {
+    if !redis.settings.heartbeat {
+        return Finding::ok("instances", "store.heartbeat is off: this is the only instance");
+    }
+    if let Some(instances) = redis.settings.instances {
         return Finding::ok(
             "instances",
             format!("store.instances is {instances}: each limit is shared by at least that many"),

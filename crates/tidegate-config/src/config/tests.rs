@@ -151,7 +151,7 @@ fn errors_in_policies_show_their_position() {
             "6:23:",
             "counts by ip alone",
         ),
-        ("match: {ip: 10.0.0.0/33}", "5:17:", "neither an address, a network nor a pattern"),
+        ("match: {ip: 10.0.0.0/33}", "5:17:", "neither an address nor a network"),
         ("match: {ip: '2001:db8::1'}", "5:17:", "inside the group 2001:db8::/64"),
         ("unless: [{ip: 10.0.0}]", "5:14:", "neither an address"),
         ("unless: [{ip: 10.0.0.1}, {}]", "5:30:", "would exempt every request"),

@@ -1,6 +1,6 @@
 use serde_json::{Value, json};
 
-use super::support::Service;
+use super::support::{Service, request};
 use super::{acquire, attributes, metric};
 
 const POLICIES: &str = "
@@ -258,4 +258,36 @@ fn key_of_a_policy_with_plans_is_looked_up_for_each_plan() {
     }
     let looked_up = service.admin("/v1/lookup?key=ann&policy=per-plan").json();
     assert_eq!(looked_up["denied"], json!(true), "in every plan: {looked_up}");
+}
+
+#[test]
+fn refund_by_a_smaller_plan_returns_only_its_units() {
+    let service = Service::start(
+        "attributes: [tenant, plan]\npolicies: [{name: p, key: tenant, algorithm: token-bucket, \
+         window: 1h, limits: {attribute: plan, free: 1, pro: 100, other: 1}}]\n",
+    );
+    let query =
+        |plan: &str, cost: u64| json!({"attributes": {"tenant": "k", "plan": plan}, "cost": cost});
+    assert_eq!(service.acquire(&query("pro", 100)).status, 200);
+    let refund = |body: &str| service.post("/v1/refund", body).status;
+    assert_eq!(refund(r#"{"policy": "p", "key": "k", "cost": 1, "age_ms": 500}"#), 200);
+    assert_eq!(
+        refund(r#"{"attributes": {"tenant": "k", "plan": "free"}, "cost": 1, "age_ms": 500}"#),
+        200
+    );
+    assert_eq!(service.acquire(&query("pro", 3)).status, 429, "at most two units came back");
+}
+
+#[test]
+fn address_is_reset_in_any_form() {
+    let service = Service::start("policies: [{name: p, key: ip, limit: 1, window: 1h}]\n");
+    for (ip, form) in [("10.1.1.1", "::ffff:10.1.1.1"), ("2001:db8::7", "2001:db8::7")] {
+        assert_eq!(acquire(&service, &[("ip", ip)]), 200);
+        assert_eq!(acquire(&service, &[("ip", ip)]), 429);
+        let body = json!({"policy": "p", "key": form}).to_string();
+        let headers = [("Content-Type", "application/json")];
+        let reset = request(&service.admin, "POST", "/v1/reset", &headers, body.as_bytes());
+        assert_eq!(reset.status, 204);
+        assert_eq!(acquire(&service, &[("ip", ip)]), 200, "{form}");
+    }
 }

@@ -157,7 +157,7 @@ impl RedisDetail {
             connected: node.connected,
             last_error: node.last_error.filter(|_| !node.connected),
             restrictions: node.restrictions.iter().map(Restriction::as_str).collect(),
-            clock_error_ms: node.clock_error.map(|error| error.as_secs_f64() * 1_000.0),
+            clock_error_ms: node.clock_error.map(|error| (error.as_secs_f64() * 1e6).round() / 1e3),
         };
         let nodes = redis.store().nodes();
         let open = nodes.iter().map(|node| &node.circuit).filter(|circuit| circuit.open);

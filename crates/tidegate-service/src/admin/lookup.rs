@@ -1,7 +1,6 @@
 //! `GET /v1/lookup`: the state of one key in every policy, without a charge.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::time::Duration;
 
 use axum::Json;
@@ -234,11 +233,7 @@ fn of_policy<'a>(
     };
     let named = match attributes.as_slice() {
         _ if is_hash_of(key, policy.show_keys()) => listed_key(state, active, policy.name(), key),
-        ["ip"] => Some(match key.parse::<IpAddr>() {
-            Ok(address) => active.client_ip.group(address),
-            Err(_) => key.to_owned(),
-        }),
-        _ => Some(key.to_owned()),
+        _ => Some(active.counted_key(policy.name(), key)),
     };
     let has_key = !attributes.is_empty();
     let shared = (!has_key).then(|| targets(ALL.to_owned(), true, false));
@@ -376,6 +371,9 @@ fn reason(decision: &Decision, remaining: u64, quota: &Quota, mode: &'static str
     let capacity = decision.limit;
     let used = capacity.saturating_sub(remaining);
     let units = match quota.algorithm() {
+        _ if !decision.allowed && !quota.block_for().is_empty() => {
+            "The limit is exceeded, or a block is in force".to_owned()
+        }
         tidegate::Algorithm::TokenBucket | tidegate::Algorithm::LeakyBucket => {
             format!("{used} of {capacity} units of the bucket are used")
         }

@@ -37,6 +37,11 @@ pub(super) async fn handle(
     let active = admin.state.active();
     let key = listed_key(&admin.state, &active, &policy, &key).unwrap_or(key);
     active.reset(&policy, &key).await?;
+    // An operator may write an address in another form than requests count by.
+    let counted = active.counted_key(&policy, &key);
+    if counted != key {
+        active.reset(&policy, &counted).await?;
+    }
     active.log_reset(&caller, &policy, &key);
     Ok(StatusCode::NO_CONTENT)
 }

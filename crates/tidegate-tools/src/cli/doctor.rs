@@ -111,7 +111,7 @@ impl DoctorCommand {
         let mut report = doctor::run_checks(&store, &options).await;
         // Without a file, there are no settings of a service to check.
         if self.config.is_some() {
-            report.add(doctor::instances(redis.settings.instances));
+            report.add(doctor::instances(redis));
         }
         Ok(report)
     }

@@ -379,6 +379,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 }
                 let cost = cost.unwrap_or_else(|| policy.default_cost());
                 let charge = PreparedCharge::of_policy(policy, key, policy.quota_for(key), cost);
+                let charge = self.with_quota_of(action, charge);
                 Entries::one(charge.with_action(action).with_charged_at(charged_at))
             }
             QueryTarget::Quota { key, quota } => {
@@ -419,11 +420,28 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             let charge = PreparedCharge::rejected(policy, selection.missing_attribute);
             return Ok(Entries::one(charge.with_action(action)));
         }
-        let charges =
-            selection.charges.into_iter().map(|charge| charge.with_charged_at(charged_at));
+        let charges = selection
+            .charges
+            .into_iter()
+            .map(|charge| self.with_quota_of(action, charge).with_charged_at(charged_at));
         let shadow = selection.shadow_rejections.into_iter();
         let rejections = shadow.map(|policy| PreparedCharge::rejected(policy, None));
         Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
+    }
+
+    /// Gives a refund the quota of refunds, if the policy has several.
+    #[inline]
+    fn with_quota_of<'a>(
+        &'a self,
+        action: Action,
+        charge: PreparedCharge<'a>,
+    ) -> PreparedCharge<'a> {
+        if action != Action::Refund {
+            return charge;
+        }
+        let Some(policy) = self.policies.get(charge.policy()) else { return charge };
+        let quota = policy.quotas.of_refund(charge.key().unwrap_or_default());
+        charge.with_quota(quota)
     }
 
     /// Returns the units that an admitted request took, because it failed or was cancelled. Best

@@ -17,8 +17,8 @@ pub(super) fn parse(text: &str, ipv6_prefix: u8) -> Result<IpNet, String> {
         Err(_) => text.parse::<IpNet>(),
     };
     let network = network.map_err(|_| {
-        "it is neither an address, a network nor a pattern: write `192.0.2.1`, `10.0.0.0/8`, \
-         `2001:db8::/32` or `10.1.*`"
+        "it is neither an address nor a network: write `192.0.2.1`, `10.0.0.0/8` or \
+         `2001:db8::/32`"
             .to_owned()
     })?;
     let IpNet::V6(ipv6) = unmapped(network) else { return Ok(unmapped(network).trunc()) };

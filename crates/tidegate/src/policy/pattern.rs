@@ -47,8 +47,10 @@ impl Pattern {
             network.map_err(invalid).map(|network| (network, 0))
         };
         let addresses = addresses.iter().map(parse_network).collect::<Result<Vec<_>, _>>()?;
-        let mut patterns =
-            wild.into_iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+        // The group of an IPv6 address has a slash.
+        let any = |text: &String| text.to_ascii_lowercase().replace('*', "**");
+        let wild = wild.into_iter().map(|text| Self::normalized(false, &any(text)));
+        let mut patterns: Vec<Self> = wild.collect();
         if addresses.len() <= FEW_ADDRESSES && addresses.iter().all(|(it, _)| is_address(it)) {
             let exact = |(network, _): &(IpNet, _)| Self::Exact(network.addr().to_string());
             patterns.extend(addresses.iter().map(exact));

@@ -189,6 +189,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// Each is a call of its own: if one fails, a fallback must know which units were returned.
     pub(super) async fn refund_charges(&self, charges: &[Charge<'_>]) -> bool {
         let mut deadline = Deadline { at: self.deadline(), calls: 1 };
+        let quota = |charge: &Charge<'_>| {
+            let policy = self.policies().get(charge.policy());
+            policy.filter(|it| it.limits().is_some()).map(|it| it.quotas.of_refund(charge.key()))
+        };
+        let charges: Vec<Charge<'_>> = charges
+            .iter()
+            .map(|charge| quota(charge).map_or(*charge, |quota| charge.with_quota(quota)))
+            .collect();
         let refunds = charges.iter().map(|charge| self.limiter().decide(Action::Refund, charge));
         let joined = async { join_all(refunds).await.into_iter().collect::<Result<Vec<_>, _>>() };
         let refunded = self.with_deadline(&mut deadline, joined, |error| Err(error.into())).await;

@@ -320,6 +320,11 @@ impl<'a> PreparedCharge<'a> {
         charge
     }
 
+    pub(super) fn with_quota(mut self, quota: &'a Quota) -> Self {
+        self.quota = QuotaRef::Borrowed(quota);
+        self
+    }
+
     /// Sets the action; [`Action::Acquire`] by default.
     #[must_use]
     pub fn with_action(mut self, action: Action) -> Self {

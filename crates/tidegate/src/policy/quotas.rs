@@ -116,6 +116,15 @@ impl Quotas {
         self.override_of(key).map_or(&self.default, |(_, quota)| quota)
     }
 
+    /// Returns the quota by which units of a key are returned. By a smaller one than that of the
+    /// charge, the level of a bucket would be cut to ten times its limit.
+    pub(super) fn of_refund(&self, key: &str) -> &Quota {
+        let overridden = self.override_of(key).map(|(_, quota)| quota);
+        let by_value = self.by_value().into_iter().flat_map(|it| it.quotas.values());
+        let largest = || by_value.chain([&self.default]).max_by_key(|quota| quota.burst());
+        overridden.or_else(largest).unwrap_or(&self.default)
+    }
+
     /// Returns the override that applies to a key, or to the network around it.
     pub(super) fn override_of(&self, key: &str) -> Option<(&str, &Quota)> {
         let exceptions = self.exceptions.as_ref()?;

@@ -69,7 +69,7 @@ fn references_are_those_of_conditions_key_and_cost() {
 #[test]
 fn patterns_that_no_request_matches_are_errors_with_the_right_spelling() {
     for (attribute, pattern, right) in [
-        ("ip", "10.0.0.0/33", "neither an address, a network nor a pattern"),
+        ("ip", "10.0.0.0/33", "neither an address nor a network"),
         ("ip", "10.0.0", "write `192.0.2.1`"),
         ("ip", "localhost*", "neither"),
         ("ip", "2001:DB8::1", "write `2001:db8::/64`, or set client_ip.ipv6_prefix to 128"),

@@ -225,6 +225,9 @@ fn limit_of(policies: &Policies, attributes: &[(&str, &str)]) -> Option<u64> {
 fn networks_match_addresses_and_groups() {
     let networks = ["10.0.0.0/8", "fd00::/8", "192.0.2.7", "172.16.*"];
     let policies = set([builder("inside").matches("ip", networks)]);
+    let any =
+        set([builder("any").matches("ip", ["*"]), builder("v6").matches("ip", ["2001:DB8:*"])]);
+    assert_eq!(names(&any, &[("ip", "2001:db8:0:1::/64")]), ["any", "v6"], "a group has a slash");
     for ip in ["10.1.2.3", "10.255.255.255", "fd00:1::/64", "192.0.2.7", "172.16.9.9"] {
         assert_eq!(names(&policies, &[("ip", ip)]), ["inside"], "{ip}");
     }

@@ -74,6 +74,7 @@ const INCLUDED: [(&str, &str); 14] = [
 ];
 const CLOCK: (&str, &str) = ("clock.lua", include_str!("script/clock.lua"));
 const ESTIMATED_CLOCK: &str = include_str!("script/clock.estimated.lua");
+const ESTIMATED_EXPIRY: &str = include_str!("script/expiry.estimated.lua");
 /// The time in heartbeat.lua and invalidation.lua, and the same from the last argument.
 const TIME: &str = "redis.call('TIME')";
 const TIME_ARGUMENT: &str = "{string.match(ARGV[#ARGV], '^(%d+) (%d+)$')}";
@@ -91,7 +92,12 @@ static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
         let text = if index < texts.len() {
             text.clone()
         } else {
-            text.replace(CLOCK.1, ESTIMATED_CLOCK).replace(TIME, TIME_ARGUMENT)
+            let (flags, text) = match text.strip_prefix(CROSS_SLOT) {
+                Some(rest) => (CROSS_SLOT, rest),
+                None => ("", text.as_str()),
+            };
+            let text = text.replace(CLOCK.1, ESTIMATED_CLOCK).replace(TIME, TIME_ARGUMENT);
+            format!("{flags}{ESTIMATED_EXPIRY}{text}")
         };
         let sha = sha1_smol::Sha1::from(&text).digest().to_string();
         Script { index, text, sha }
