@@ -58,6 +58,19 @@ fn refused_database_has_advice() {
     assert!(advice_of(&found, "connection", "error").contains("database 0"), "{found}");
     let (found, code) = run_checks(&format!("{}/0", server.url()));
     assert_eq!(code, Some(0), "{found}");
+    let redis = Redis::start();
+    let (found, _) = run_checks(&format!("{}/99", redis.url()));
+    assert!(advice_of(&found, "connection", "error").contains("database 0"), "{found}");
+}
+
+#[test]
+fn scripts_that_are_forgotten_at_times_are_no_problem_of_routing() {
+    let script_cache = ScriptCache::ForgetsPermille(100);
+    let server = StrictServer::start(Restrictions { script_cache, ..Restrictions::default() });
+    let (found, code) = run_checks(&server.url());
+    assert_eq!(code, Some(0), "{found}");
+    assert_found(&found, "routing", "ok", "reach one server");
+    assert!(server.refusals(Refusal::NoScript) > 0, "some were forgotten");
 }
 
 #[test]

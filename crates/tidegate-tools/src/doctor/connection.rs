@@ -7,7 +7,7 @@ use super::Finding;
 pub(super) const CHECK: &str = "connection";
 
 /// Part of an error, and the advice for it.
-const ADVICE: [(&str, &str); 11] = [
+const ADVICE: [(&str, &str); 12] = [
     (
         "Connection refused",
         "start Redis, or correct the host and the port: nothing accepts connections there",
@@ -26,11 +26,8 @@ const ADVICE: [(&str, &str); 11] = [
         "without any password configured",
         "the server has no password: leave it out, or set requirepass on the server",
     ),
-    (
-        "SELECT",
-        "use database 0, without a number in the URL: clusters and most services have no other; \
-         store.prefix separates the counts of several deployments",
-    ),
+    ("SELECT", DATABASE),
+    ("DB index", DATABASE),
     ("UnknownIssuer", AUTHORITY),
     // The authority has the name of a trusted one, but another key.
     ("BadSignature", AUTHORITY),
@@ -43,6 +40,8 @@ const ADVICE: [(&str, &str); 11] = [
     ("client certificate", CLIENT_CERTIFICATE),
 ];
 
+const DATABASE: &str = "use database 0, without a number in the URL: clusters and most services \
+                        have no other; store.prefix separates the counts of several deployments";
 const AUTHORITY: &str =
     "set store.tls.ca to the certificate of the authority that signed the server's, in PEM";
 const CLIENT_CERTIFICATE: &str = "set store.tls.certificate and store.tls.key to a client \
@@ -74,6 +73,8 @@ mod tests {
         assert_eq!(given, "use redis://, or that");
         let (_, given) = advice("h:1: received fatal alert: CertificateRequired").expect("known");
         assert_eq!(given, CLIENT_CERTIFICATE);
+        let (_, given) = advice("h:1: ERR DB index is out of range").expect("known");
+        assert_eq!(given, DATABASE);
         assert_eq!(advice("h:1: No route to host (os error 113)"), None);
     }
 }
