@@ -1,0 +1,211 @@
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, final
+
+__version__: str
+
+_Algorithm = Literal[
+    "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"
+]
+_Failure = Literal["local", "allow", "deny", "error"]
+
+class StoreError(Exception): ...
+
+@final
+class Quota:
+    """An algorithm with its limit and window, validated when it is created."""
+
+    def __new__(
+        cls,
+        rate: str,
+        *,
+        algorithm: str = "sliding-log",
+        burst: int | None = None,
+        encoding: str | None = None,
+        count_denied: bool = False,
+        block_for: Sequence[float] | None = None,
+    ) -> Quota: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def window(self) -> float: ...
+    @property
+    def burst(self) -> int: ...
+    @property
+    def algorithm(self) -> _Algorithm: ...
+    @property
+    def policy(self) -> str:
+        """Name that charges without a policy count under."""
+
+    def __hash__(self) -> int: ...
+
+@final
+class Decision:
+    """The answer to one charge: true if the request may pass. Times are in seconds."""
+
+    @property
+    def allowed(self) -> bool: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def remaining(self) -> int: ...
+    @property
+    def retry_after(self) -> float:
+        """The shortest wait after which the same request would be admitted; 0 if allowed."""
+
+    @property
+    def reset_after(self) -> float: ...
+    @property
+    def delay(self) -> float:
+        """How long an admitted request has to wait in the queue of a leaky-bucket."""
+
+    @property
+    def source(self) -> Literal["store", "deny-cache", "local", "allow", "deny", "missing-key"]: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def quota(self) -> Quota | None: ...
+    @property
+    def shadow(self) -> bool:
+        """Whether a denial has no effect."""
+
+    def headers(self, *, x_ratelimit_headers: bool = True) -> dict[str, str]: ...
+    def __bool__(self) -> bool: ...
+
+@final
+class Decisions:
+    """The answer to a request with several limits: true if it may pass."""
+
+    @property
+    def allowed(self) -> bool: ...
+    @property
+    def binding(self) -> Decision | None:
+        """The most restrictive decision."""
+
+    @property
+    def denied_by(self) -> Decision | None: ...
+    @property
+    def exceeded(self) -> list[str]:
+        """Names of the policies that a denied request exceeds."""
+
+    @property
+    def missing_key(self) -> str | None:
+        """The attribute that the request lacks, if it is denied because of that."""
+
+    @property
+    def delay(self) -> float: ...
+    def headers(self, *, x_ratelimit_headers: bool = True) -> dict[str, str]: ...
+    def __bool__(self) -> bool: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, position: int) -> Decision: ...
+    def __iter__(self) -> Iterator[Decision]: ...
+
+@final
+class ManualClock:
+    """A clock that moves only when a test moves it."""
+
+    def __new__(cls) -> ManualClock: ...
+    def advance(self, by: float) -> None: ...
+    def step_back(self, by: float) -> None: ...
+    def now(self) -> float: ...
+
+@final
+class ClientIp:
+    """Finds the address of a client behind trusted proxies."""
+
+    def __new__(
+        cls, trusted_proxies: Sequence[str] = ..., *, ipv6_prefix: int = 64
+    ) -> ClientIp: ...
+    def key(
+        self,
+        peer: str,
+        x_forwarded_for: Sequence[bytes] = ...,
+        forwarded: Sequence[bytes] = ...,
+    ) -> str: ...
+
+@final
+class Policies:
+    """The policies of a file."""
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Policies: ...
+    @staticmethod
+    def parse(text: str, name: str = "policies") -> Policies: ...
+    @property
+    def names(self) -> list[str]: ...
+
+class Limiter:
+    def __new__(
+        cls,
+        url: str | Sequence[str] | None = None,
+        *,
+        sentinel: str | None = None,
+        prefix: str | None = None,
+        timeout: float | None = None,
+        password: str | None = None,
+        tls_ca: bytes | None = None,
+        tls_cert: bytes | None = None,
+        tls_key: bytes | None = None,
+        on_store_failure: str = "local",
+        clock: ManualClock | None = None,
+        max_keys: int | None = None,
+    ) -> Limiter: ...
+    def acquire(
+        self,
+        key: str,
+        quota: Quota,
+        cost: int = 1,
+        *,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Decision: ...
+    def wait(
+        self,
+        key: str,
+        quota: Quota,
+        timeout: float,
+        cost: int = 1,
+        *,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Decision: ...
+    def now(self) -> float: ...
+    @property
+    def is_memory(self) -> bool: ...
+    def _decide(
+        self,
+        action: str,
+        key: str,
+        quota: Quota,
+        cost: int,
+        policy: str | None,
+        on_store_failure: str | None,
+        charged_at: float | None,
+    ) -> Decision: ...
+    def _start(self, *arguments: Any) -> None: ...
+    def _start_wait(self, *arguments: Any) -> Any: ...
+    def _decide_all(
+        self, action: str, charges: Sequence[Any], on_store_failure: str | None
+    ) -> Decisions: ...
+    def _start_all(self, *arguments: Any) -> None: ...
+    def _refund_all(self, decisions: Decisions, status: int | None) -> None: ...
+    def _start_refund_all(self, *arguments: Any) -> None: ...
+
+class PolicyLimiter:
+    def __new__(
+        cls, limiter: Limiter, policies: Policies, *, client_ip: ClientIp | None = None
+    ) -> PolicyLimiter: ...
+    @property
+    def limiter(self) -> Any: ...
+    def _decide(
+        self, action: str, attributes: Mapping[str, str], cost: int | None
+    ) -> Decisions: ...
+    def _start(self, *arguments: Any) -> None: ...
+    def _acquire_request(self, request: Any) -> Decisions: ...
+    def _start_request(self, *arguments: Any) -> None: ...
+
+@final
+class Completions:
+    def __new__(cls) -> Completions: ...
+    def fileno(self) -> int: ...
+    def drain(self) -> None: ...

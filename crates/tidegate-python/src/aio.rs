@@ -1,0 +1,108 @@
+//! Calls whose answer wakes an event loop of asyncio.
+//!
+//! A thread of the runtime that called Python would wait for the GIL. So it only queues the answer
+//! and, if the queue was empty, writes a byte to a socket that the loop reads: one wake-up for all
+//! answers that arrive until the loop runs.
+
+use std::future::Future;
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+
+/// Answer for a future of asyncio, as a Python object once Python may be called.
+struct Completion {
+    future: Py<PyAny>,
+    answer: Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>,
+}
+
+/// Answers for the futures of one event loop.
+#[pyclass(frozen, module = "tidegate._tidegate")]
+pub(crate) struct Completions(Arc<Queue>);
+
+struct Queue {
+    done: Mutex<Vec<Completion>>,
+    reader: UnixStream,
+    writer: UnixStream,
+}
+
+impl Queue {
+    fn push(&self, completion: Completion) {
+        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        done.push(completion);
+        if done.len() == 1 {
+            // The socket has room: the loop reads it before the queue is empty again.
+            let _ = (&self.writer).write(&[1]);
+        }
+    }
+}
+
+#[pymethods]
+impl Completions {
+    #[new]
+    fn new() -> PyResult<Self> {
+        let (reader, writer) = UnixStream::pair()?;
+        reader.set_nonblocking(true)?;
+        writer.set_nonblocking(true)?;
+        Ok(Self(Arc::new(Queue { done: Mutex::default(), reader, writer })))
+    }
+
+    fn fileno(&self) -> i32 {
+        self.0.reader.as_raw_fd()
+    }
+
+    /// Completes the futures whose answers have arrived.
+    fn drain(&self, py: Python<'_>) -> PyResult<()> {
+        let _ = (&self.0.reader).read(&mut [0; 16]);
+        let done = {
+            let mut done = self.0.done.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *done)
+        };
+        for Completion { future, answer } in done {
+            let future = future.bind(py);
+            // Cancelled: what was charged stays charged.
+            if future.call_method0(intern!(py, "done"))?.is_truthy()? {
+                continue;
+            }
+            match answer(py) {
+                Ok(answer) => future.call_method1(intern!(py, "set_result"), (answer,))?,
+                Err(error) => future.call_method1(intern!(py, "set_exception"), (error,))?,
+            };
+        }
+        Ok(())
+    }
+}
+
+impl Completions {
+    /// Runs a call on the runtime; its answer completes `future`.
+    pub(crate) fn spawn<T: Send + 'static>(
+        &self,
+        runtime: &Handle,
+        future: Py<PyAny>,
+        call: impl Future<Output = T> + Send + 'static,
+        to_python: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
+    ) -> Task {
+        let queue = Arc::clone(&self.0);
+        let task = runtime.spawn(async move {
+            let answer = call.await;
+            queue.push(Completion { future, answer: Box::new(|py| to_python(py, answer)) });
+        });
+        Task(task.abort_handle())
+    }
+}
+
+/// Call that can be stopped, if it still waits.
+#[pyclass(frozen, module = "tidegate._tidegate")]
+pub(crate) struct Task(AbortHandle);
+
+#[pymethods]
+impl Task {
+    fn cancel(&self) {
+        self.0.abort();
+    }
+}

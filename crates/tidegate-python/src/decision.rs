@@ -1,0 +1,204 @@
+//! `Decision`: the answer to one charge; `Decisions`: the answer to a request with several limits.
+
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tidegate::headers::{PolicyState, for_each_header};
+use tidegate::{PolicyDecision, PolicyDecisions};
+
+use crate::quota::Quota;
+
+#[pyclass(frozen, module = "tidegate")]
+pub(crate) struct Decision {
+    pub(crate) decision: tidegate::Decision,
+    /// `None` if the request was denied without a count.
+    pub(crate) quota: Option<Py<Quota>>,
+    /// Name that was set; otherwise that of the quota.
+    pub(crate) policy: Option<Box<str>>,
+    pub(crate) is_shadow: bool,
+}
+
+#[pymethods]
+impl Decision {
+    fn __bool__(&self) -> bool {
+        self.decision.allowed
+    }
+
+    #[getter]
+    fn allowed(&self) -> bool {
+        self.decision.allowed
+    }
+
+    #[getter]
+    fn limit(&self) -> u64 {
+        self.decision.limit
+    }
+
+    #[getter]
+    fn remaining(&self) -> u64 {
+        self.decision.remaining
+    }
+
+    #[getter]
+    fn retry_after(&self) -> f64 {
+        self.decision.retry_after.as_secs_f64()
+    }
+
+    #[getter]
+    fn reset_after(&self) -> f64 {
+        self.decision.reset_after.as_secs_f64()
+    }
+
+    #[getter]
+    fn delay(&self) -> f64 {
+        self.decision.delay.as_secs_f64()
+    }
+
+    #[getter]
+    fn source(&self) -> &'static str {
+        self.decision.source.as_str()
+    }
+
+    #[getter]
+    fn policy(&self) -> &str {
+        let of_quota = || self.quota.as_ref().map(|quota| quota.get().0.default_policy_name());
+        self.policy.as_deref().or_else(of_quota).unwrap_or_default()
+    }
+
+    #[getter]
+    fn quota(&self, py: Python<'_>) -> Option<Py<Quota>> {
+        self.quota.as_ref().map(|quota| quota.clone_ref(py))
+    }
+
+    #[getter]
+    fn shadow(&self) -> bool {
+        self.is_shadow
+    }
+
+    #[pyo3(signature = (*, x_ratelimit_headers = true))]
+    fn headers<'py>(
+        &self,
+        py: Python<'py>,
+        x_ratelimit_headers: bool,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let states = self
+            .quota
+            .iter()
+            .map(|quota| PolicyState::new(self.policy(), &quota.get().0, self.decision));
+        to_headers(py, states, x_ratelimit_headers)
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { decision, .. } = self;
+        let state = if decision.allowed {
+            "allowed".to_owned()
+        } else {
+            format!("denied, retry_after={}", self.retry_after())
+        };
+        format!(
+            "<Decision {state}, {} of {} left, policy {:?}, source {}>",
+            decision.remaining,
+            decision.limit,
+            self.policy(),
+            decision.source
+        )
+    }
+}
+
+impl Decision {
+    fn of_entry(py: Python<'_>, entry: &PolicyDecision<'_>) -> PyResult<Py<Self>> {
+        let quota = entry.quota().cloned().map(|quota| Py::new(py, Quota(quota))).transpose()?;
+        Py::new(
+            py,
+            Self {
+                decision: entry.decision(),
+                quota,
+                policy: Some(entry.policy().into()),
+                is_shadow: entry.is_shadow(),
+            },
+        )
+    }
+}
+
+#[pyclass(frozen, module = "tidegate")]
+pub(crate) struct Decisions(pub(crate) PolicyDecisions<'static>);
+
+#[pymethods]
+impl Decisions {
+    fn __bool__(&self) -> bool {
+        self.0.is_allowed()
+    }
+
+    #[getter]
+    fn allowed(&self) -> bool {
+        self.0.is_allowed()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.iter().len()
+    }
+
+    fn __getitem__(&self, py: Python<'_>, position: isize) -> PyResult<Py<Decision>> {
+        let entries = self.0.iter();
+        let position = usize::try_from(position)
+            .ok()
+            .or_else(|| entries.len().checked_sub(position.unsigned_abs()));
+        let entry = position.and_then(|position| entries.as_slice().get(position));
+        Decision::of_entry(py, entry.ok_or_else(|| PyIndexError::new_err("no such decision"))?)
+    }
+
+    #[getter]
+    fn binding(&self, py: Python<'_>) -> PyResult<Option<Py<Decision>>> {
+        self.0.binding().map(|entry| Decision::of_entry(py, entry)).transpose()
+    }
+
+    #[getter]
+    fn denied_by(&self, py: Python<'_>) -> PyResult<Option<Py<Decision>>> {
+        self.0.denied_by().map(|entry| Decision::of_entry(py, entry)).transpose()
+    }
+
+    #[getter]
+    fn exceeded(&self) -> Vec<&str> {
+        self.0.exceeded().map(PolicyDecision::policy).collect()
+    }
+
+    #[getter]
+    fn missing_key(&self) -> Option<&str> {
+        self.0.denied_by()?.missing_key()
+    }
+
+    #[getter]
+    fn delay(&self) -> f64 {
+        self.0.delay().as_secs_f64()
+    }
+
+    #[pyo3(signature = (*, x_ratelimit_headers = true))]
+    fn headers<'py>(
+        &self,
+        py: Python<'py>,
+        x_ratelimit_headers: bool,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        to_headers(py, self.0.header_states(), x_ratelimit_headers)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.0.is_allowed() { "allowed" } else { "denied" };
+        let policies: Vec<&str> = self.0.iter().map(PolicyDecision::policy).collect();
+        format!("<Decisions {state}, by {policies:?}>")
+    }
+}
+
+fn to_headers<'py, 'a>(
+    py: Python<'py>,
+    states: impl Iterator<Item = PolicyState<'a>> + Clone,
+    with_x_headers: bool,
+) -> PyResult<Bound<'py, PyDict>> {
+    let headers = PyDict::new(py);
+    let mut result = Ok(());
+    for_each_header(states, with_x_headers, |name, value| {
+        if result.is_ok() {
+            result = headers.set_item(name, value);
+        }
+    });
+    result.map(|()| headers)
+}

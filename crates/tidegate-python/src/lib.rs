@@ -1,0 +1,32 @@
+//! The Python package `tidegate`: the limiter inside a Python process. `python/tidegate` has the
+//! Python part, and `_tidegate.pyi` describes this one.
+
+use pyo3::prelude::*;
+
+mod aio;
+mod decision;
+mod error;
+mod limiter;
+mod policies;
+mod process;
+mod quota;
+mod store;
+
+#[pymodule(name = "_tidegate", gil_used = false)]
+mod extension {
+    #[pymodule_export]
+    use super::aio::Completions;
+    #[pymodule_export]
+    use super::decision::{Decision, Decisions};
+    #[pymodule_export]
+    use super::error::StoreError;
+    #[pymodule_export]
+    use super::limiter::{Limiter, ManualClock};
+    #[pymodule_export]
+    use super::policies::{ClientIp, Policies, PolicyLimiter};
+    #[pymodule_export]
+    use super::quota::Quota;
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

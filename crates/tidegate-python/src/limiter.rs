@@ -1,0 +1,529 @@
+//! `Limiter`: decides charges in memory or on Redis.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tidegate::store::redis::{Builder, Tls};
+use tidegate::{
+    Action, Charge, Clock as _, DEFAULT_QUERY_TIMEOUT, DenyCache, Error, Fallback,
+    Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, PreparedCharge, RedisStore, StoreError,
+    SystemClock, Timestamp,
+};
+use tokio::runtime::Handle;
+use tokio::sync::OnceCell;
+
+use crate::aio::{Completions, Task};
+use crate::decision::{Decision, Decisions};
+use crate::error::{limiter_error, value_error};
+use crate::policies::{Request, decide_query, refund, start_query};
+use crate::process::{PerProcess, runtime};
+use crate::quota::{Quota, seconds};
+use crate::store::AnyStore;
+
+/// Time for which the first call of a process waits for the connection. Afterwards Redis counts as
+/// down, until it is connected in the background.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval at which a blocking wait looks for signals, such as that of Ctrl-C.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+
+pub(crate) type AnyLimiter = LibraryLimiter<AnyStore>;
+
+#[pyclass(frozen, subclass, module = "tidegate")]
+pub(crate) struct Limiter {
+    backend: Backend,
+    on_store_failure: OnStoreFailure,
+    pub(crate) timeout: Duration,
+}
+
+enum Backend {
+    Memory(AnyLimiter),
+    Redis { builder: Builder, connected: PerProcess<OnceCell<AnyLimiter>> },
+}
+
+/// Limiter of this process, which may have to connect first.
+pub(crate) enum Connection {
+    Ready(AnyLimiter),
+    Pending { builder: Builder, connected: Arc<OnceCell<AnyLimiter>>, runtime: Handle },
+}
+
+/// Key, quota, and perhaps cost and policy of a charge.
+#[derive(FromPyObject)]
+enum ChargeArguments {
+    Named(String, Py<Quota>, u64, String),
+    Cost(String, Py<Quota>, u64),
+    One(String, Py<Quota>),
+}
+
+/// URL of a server, or those of several nodes or sentinels.
+#[derive(FromPyObject)]
+enum Urls {
+    One(String),
+    Several(Vec<String>),
+}
+
+#[pymethods]
+impl Limiter {
+    #[new]
+    #[pyo3(signature = (url = None, *, sentinel = None, prefix = None, timeout = None,
+        password = None, tls_ca = None, tls_cert = None, tls_key = None,
+        on_store_failure = "local", clock = None, max_keys = None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+    fn new(
+        url: Option<Urls>,
+        sentinel: Option<&str>,
+        prefix: Option<String>,
+        timeout: Option<f64>,
+        password: Option<String>,
+        tls_ca: Option<Vec<u8>>,
+        tls_cert: Option<Vec<u8>>,
+        tls_key: Option<Vec<u8>>,
+        on_store_failure: &str,
+        clock: Option<&Bound<'_, ManualClock>>,
+        max_keys: Option<usize>,
+    ) -> PyResult<Self> {
+        let on_store_failure = on_store_failure.parse().map_err(value_error)?;
+        let Some(url) = url else {
+            let options = [sentinel.is_some(), prefix.is_some(), timeout.is_some()];
+            let tls = tls_ca.is_some() || tls_cert.is_some() || tls_key.is_some();
+            if options.contains(&true) || password.is_some() || tls {
+                return Err(value_error("these options need the URL of a Redis server"));
+            }
+            let mut memory = MemoryStore::builder();
+            if let Some(clock) = clock {
+                memory = memory.clock(clock.get().0.clone());
+            }
+            if let Some(max_keys) = max_keys {
+                memory = memory.max_keys(max_keys);
+            }
+            let backend = Backend::Memory(LibraryLimiter::new(AnyStore::Memory(memory.build())));
+            return Ok(Self { backend, on_store_failure, timeout: DEFAULT_QUERY_TIMEOUT });
+        };
+        if clock.is_some() || max_keys.is_some() {
+            return Err(value_error("clock and max_keys are options of memory: leave out the URL"));
+        }
+        let mut builder = match (sentinel, url) {
+            (Some(primary), Urls::One(url)) => RedisStore::sentinel(primary, [url]),
+            (Some(primary), Urls::Several(urls)) => RedisStore::sentinel(primary, urls),
+            (None, Urls::One(url)) => RedisStore::builder(&url),
+            (None, Urls::Several(urls)) => RedisStore::cluster(urls),
+        };
+        if let Some(prefix) = prefix {
+            builder = builder.prefix(prefix);
+        }
+        let timeout = timeout.map_or(Ok(DEFAULT_QUERY_TIMEOUT), seconds)?;
+        builder = builder.timeout(timeout);
+        if let Some(password) = password {
+            builder = builder.password(password);
+        }
+        if let Some(tls) = tls(tls_ca, tls_cert, tls_key)? {
+            builder = builder.tls(tls);
+        }
+        builder.check().map_err(value_error)?;
+        let backend = Backend::Redis { builder, connected: PerProcess::new() };
+        Ok(Self { backend, on_store_failure, timeout })
+    }
+
+    /// Takes units of the quota for this key, or denies.
+    #[pyo3(signature = (key, quota, cost = 1, *, policy = None, on_store_failure = None))]
+    fn acquire(
+        &self,
+        py: Python<'_>,
+        key: &str,
+        quota: &Bound<'_, Quota>,
+        cost: u64,
+        policy: Option<&str>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<Decision> {
+        let failure = self.on_store_failure(on_store_failure)?;
+        let charge = charge(key, quota.get(), cost, policy, failure, Timestamp::ZERO);
+        self.decide_charge(py, Action::Acquire, &charge).map(|decision| Decision {
+            decision,
+            quota: Some(quota.clone().unbind()),
+            policy: policy.map(Into::into),
+            is_shadow: false,
+        })
+    }
+
+    /// Applies an action to one charge.
+    #[expect(clippy::too_many_arguments, reason = "called by the Python part only")]
+    fn _decide(
+        &self,
+        py: Python<'_>,
+        action: &str,
+        key: &str,
+        quota: &Bound<'_, Quota>,
+        cost: u64,
+        policy: Option<&str>,
+        on_store_failure: Option<&str>,
+        charged_at: Option<f64>,
+    ) -> PyResult<Decision> {
+        let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
+        let charge = charge(key, quota.get(), cost, policy, failure, charged_at);
+        self.decide_charge(py, to_action(action)?, &charge).map(|decision| Decision {
+            decision,
+            quota: Some(quota.clone().unbind()),
+            policy: policy.map(Into::into),
+            is_shadow: false,
+        })
+    }
+
+    /// Applies an action to one charge, for a future of asyncio.
+    #[expect(clippy::too_many_arguments, reason = "called by the Python part only")]
+    fn _start(
+        &self,
+        completions: &Completions,
+        future: Py<PyAny>,
+        action: &str,
+        key: String,
+        quota: Py<Quota>,
+        cost: u64,
+        policy: Option<String>,
+        on_store_failure: Option<&str>,
+        charged_at: Option<f64>,
+    ) -> PyResult<()> {
+        let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
+        let (action, connection) = (to_action(action)?, self.connection()?);
+        let (owned, name) = (quota.get().clone(), policy.clone());
+        let call = async move {
+            let charge = charge(&key, &owned, cost, name.as_deref(), failure, charged_at);
+            connection.limiter().await?.decide(action, &charge).await
+        };
+        completions.spawn(&runtime()?, future, call, |py, decided| {
+            to_decision(py, decided, quota, policy)
+        });
+        Ok(())
+    }
+
+    /// Waits until the charge is admitted, for a future of asyncio.
+    #[expect(clippy::too_many_arguments, reason = "called by the Python part only")]
+    fn _start_wait(
+        &self,
+        completions: &Completions,
+        future: Py<PyAny>,
+        key: String,
+        quota: Py<Quota>,
+        timeout: f64,
+        cost: u64,
+        policy: Option<String>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<Task> {
+        let wait = self.wait_for(key, &quota, timeout, cost, policy.clone(), on_store_failure)?;
+        Ok(completions.spawn(&runtime()?, future, wait, |py, decided| {
+            to_decision(py, decided, quota, policy)
+        }))
+    }
+
+    /// Waits until the charge is admitted, at most for `timeout` seconds.
+    #[pyo3(signature = (key, quota, timeout, cost = 1, *, policy = None, on_store_failure = None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        key: String,
+        quota: Py<Quota>,
+        timeout: f64,
+        cost: u64,
+        policy: Option<String>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<Py<PyAny>> {
+        let wait = self.wait_for(key, &quota, timeout, cost, policy.clone(), on_store_failure)?;
+        let (mut wait, runtime) = (Box::pin(wait), runtime()?);
+        loop {
+            let part = async { tokio::time::timeout(SIGNAL_INTERVAL, wait.as_mut()).await };
+            if let Ok(decided) = py.detach(|| runtime.block_on(part)) {
+                return to_decision(py, decided, quota, policy);
+            }
+            py.check_signals()?;
+        }
+    }
+
+    /// Decides several charges together, all or nothing.
+    fn _decide_all(
+        &self,
+        py: Python<'_>,
+        action: &str,
+        charges: Vec<ChargeArguments>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<Decisions> {
+        let action = to_action(action)?;
+        decide_query(
+            py,
+            self,
+            Arc::default(),
+            action,
+            self.prepare(action, charges, on_store_failure)?,
+        )
+    }
+
+    fn _start_all(
+        &self,
+        completions: &Completions,
+        future: Py<PyAny>,
+        action: &str,
+        charges: Vec<ChargeArguments>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<()> {
+        let action = to_action(action)?;
+        let query = self.prepare(action, charges, on_store_failure)?;
+        start_query(completions, future, self, Arc::default(), action, query)
+    }
+
+    /// Returns the units of a request that failed, or those of the policies that refund this status.
+    fn _refund_all(
+        &self,
+        py: Python<'_>,
+        decisions: &Decisions,
+        status: Option<u16>,
+    ) -> PyResult<()> {
+        let refund = refund(self.connection()?, decisions.0.clone(), status);
+        let runtime = runtime()?;
+        self.detached(py, || runtime.block_on(refund));
+        Ok(())
+    }
+
+    fn _start_refund_all(
+        &self,
+        completions: &Completions,
+        future: Py<PyAny>,
+        decisions: &Decisions,
+        status: Option<u16>,
+    ) -> PyResult<()> {
+        let refund = refund(self.connection()?, decisions.0.clone(), status);
+        completions.spawn(&runtime()?, future, refund, |py, ()| Ok(py.None()));
+        Ok(())
+    }
+
+    /// Time of the limiter's clock, in seconds since the Unix epoch.
+    fn now(&self) -> PyResult<f64> {
+        let now = match &self.connection()? {
+            Connection::Ready(limiter) => limiter.now(),
+            // The clock of the store starts at the same time.
+            Connection::Pending { .. } => SystemClock::new().now(),
+        };
+        Ok(Duration::from_micros(now.as_micros()).as_secs_f64())
+    }
+
+    /// Whether the counts are in the memory of this process.
+    #[getter]
+    fn is_memory(&self) -> bool {
+        matches!(self.backend, Backend::Memory(_))
+    }
+}
+
+impl Limiter {
+    pub(crate) fn connection(&self) -> PyResult<Connection> {
+        let (builder, connected) = match &self.backend {
+            Backend::Memory(limiter) => return Ok(Connection::Ready(limiter.clone())),
+            Backend::Redis { builder, connected } => {
+                (builder, connected.get(|| Ok(OnceCell::new()))?)
+            }
+        };
+        Ok(match connected.get() {
+            Some(limiter) => Connection::Ready(limiter.clone()),
+            None => {
+                Connection::Pending { builder: builder.clone(), connected, runtime: runtime()? }
+            }
+        })
+    }
+
+    /// Runs a call without the GIL, if it may wait for Redis.
+    pub(crate) fn detached<T: Send>(&self, py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
+        if self.is_memory() { call() } else { py.detach(call) }
+    }
+
+    fn on_store_failure(&self, given: Option<&str>) -> PyResult<OnStoreFailure> {
+        given.map_or(Ok(self.on_store_failure), |name| name.parse().map_err(value_error))
+    }
+
+    fn decide_charge(
+        &self,
+        py: Python<'_>,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> PyResult<tidegate::Decision> {
+        if let Backend::Memory(limiter) = &self.backend {
+            return limiter.blocking().decide(action, charge).map_err(limiter_error);
+        }
+        let connection = self.connection()?;
+        let decided =
+            py.detach(|| connection.limiter_blocking()?.blocking().decide(action, charge));
+        decided.map_err(limiter_error)
+    }
+
+    fn wait_for(
+        &self,
+        key: String,
+        quota: &Py<Quota>,
+        timeout: f64,
+        cost: u64,
+        policy: Option<String>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<impl Future<Output = Result<tidegate::Decision, Error>> + Send + 'static> {
+        let (failure, timeout) = (self.on_store_failure(on_store_failure)?, seconds(timeout)?);
+        let (connection, quota) = (self.connection()?, quota.get().clone());
+        Ok(async move {
+            let policy = policy.as_deref();
+            let charge = charge(&key, &quota, cost, policy, failure, Timestamp::ZERO);
+            connection.limiter().await?.wait(&charge, timeout).await
+        })
+    }
+
+    fn prepare(
+        &self,
+        action: Action,
+        charges: Vec<ChargeArguments>,
+        on_store_failure: Option<&str>,
+    ) -> PyResult<Request> {
+        let failure = self.on_store_failure(on_store_failure)?;
+        let charges = charges.into_iter().map(|arguments| {
+            let (key, quota, cost, policy) = match arguments {
+                ChargeArguments::Named(key, quota, cost, policy) => {
+                    (key, quota, cost, Some(policy))
+                }
+                ChargeArguments::Cost(key, quota, cost) => (key, quota, cost, None),
+                ChargeArguments::One(key, quota) => (key, quota, 1, None),
+            };
+            let quota = quota.get().0.clone();
+            let policy = policy.unwrap_or_else(|| quota.default_policy_name().to_owned());
+            PreparedCharge::with_own_quota(policy, key, quota)
+                .with_cost(cost)
+                .with_action(action)
+                .with_on_store_failure(failure)
+        });
+        Ok(Request::Charges(charges.collect()))
+    }
+}
+
+impl Connection {
+    /// Connects, at the first call of the process.
+    pub(crate) async fn limiter(self) -> Result<AnyLimiter, StoreError> {
+        match self {
+            Self::Ready(limiter) => Ok(limiter),
+            Self::Pending { builder, connected, runtime } => {
+                connected.get_or_try_init(|| connect(builder, runtime)).await.cloned()
+            }
+        }
+    }
+
+    pub(crate) fn limiter_blocking(self) -> Result<AnyLimiter, StoreError> {
+        match self {
+            Self::Ready(limiter) => Ok(limiter),
+            Self::Pending { ref runtime, .. } => runtime.clone().block_on(self.limiter()),
+        }
+    }
+}
+
+/// Waits for the connection, and leaves it to the background if Redis does not answer.
+async fn connect(builder: Builder, runtime: Handle) -> Result<AnyLimiter, StoreError> {
+    let redis = match tokio::time::timeout(CONNECT_TIMEOUT, builder.clone().connect()).await {
+        Ok(Err(error @ StoreError::Misconfigured(_))) => return Err(error),
+        Ok(Ok(redis)) => redis,
+        Ok(Err(_)) | Err(_) => builder.connect_in_background()?,
+    };
+    let store = Fallback::new(DenyCache::new(redis));
+    Ok(LibraryLimiter::new(AnyStore::Redis { store, runtime }))
+}
+
+fn charge<'a>(
+    key: &'a str,
+    quota: &'a Quota,
+    cost: u64,
+    policy: Option<&'a str>,
+    on_store_failure: OnStoreFailure,
+    charged_at: Timestamp,
+) -> Charge<'a> {
+    let charge = Charge::new(key, &quota.0)
+        .with_cost(cost)
+        .with_on_store_failure(on_store_failure)
+        .with_charged_at(charged_at);
+    match policy {
+        Some(policy) => charge.with_policy(policy),
+        None => charge,
+    }
+}
+
+fn to_decision(
+    py: Python<'_>,
+    decided: Result<tidegate::Decision, Error>,
+    quota: Py<Quota>,
+    policy: Option<String>,
+) -> PyResult<Py<PyAny>> {
+    let decision = Decision {
+        decision: decided.map_err(limiter_error)?,
+        quota: Some(quota),
+        policy: policy.map(Into::into),
+        is_shadow: false,
+    };
+    Ok(Py::new(py, decision)?.into_any())
+}
+
+pub(crate) fn to_action(name: &str) -> PyResult<Action> {
+    Ok(match name {
+        "acquire" => Action::Acquire,
+        "peek" => Action::Peek,
+        "report" => Action::Report,
+        "refund" => Action::Refund,
+        "reset" => Action::Reset,
+        _ => return Err(value_error(format!("{name:?} is not an action"))),
+    })
+}
+
+/// Converts a time of [`Limiter::now`].
+fn time(seconds_since_epoch: Option<f64>) -> PyResult<Timestamp> {
+    let Some(time) = seconds_since_epoch else { return Ok(Timestamp::ZERO) };
+    let since_epoch = Duration::try_from_secs_f64(time)
+        .map_err(|_| value_error(format!("{time} is not a time: use that of limiter.now()")))?;
+    // A double is precise to less than half a microsecond.
+    let micros = (since_epoch + Duration::from_nanos(500)).as_micros();
+    Ok(Timestamp::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)))
+}
+
+fn tls(
+    ca: Option<Vec<u8>>,
+    certificate: Option<Vec<u8>>,
+    key: Option<Vec<u8>>,
+) -> PyResult<Option<Tls>> {
+    let mut tls = match (&ca, &certificate) {
+        (None, None) if key.is_none() => return Ok(None),
+        _ => Tls::new(),
+    };
+    if let Some(ca) = ca {
+        tls = tls.ca(ca);
+    }
+    match (certificate, key) {
+        (Some(certificate), Some(key)) => tls = tls.identity(certificate, key),
+        (None, None) => {}
+        _ => return Err(value_error("tls_cert and tls_key belong together")),
+    }
+    Ok(Some(tls))
+}
+
+/// Clock that moves only when a test moves it.
+#[pyclass(frozen, module = "tidegate")]
+pub(crate) struct ManualClock(tidegate::ManualClock);
+
+#[pymethods]
+impl ManualClock {
+    #[new]
+    fn new() -> Self {
+        Self(tidegate::ManualClock::new())
+    }
+
+    /// Advances the clock by seconds.
+    fn advance(&self, by: f64) -> PyResult<()> {
+        self.0.advance(seconds(by)?);
+        Ok(())
+    }
+
+    /// Steps the clock back by seconds, as the correction of a wrong clock does.
+    fn step_back(&self, by: f64) -> PyResult<()> {
+        self.0.step_back(seconds(by)?);
+        Ok(())
+    }
+
+    /// Seconds since the Unix epoch.
+    fn now(&self) -> f64 {
+        Duration::from_micros(self.0.now().as_micros()).as_secs_f64()
+    }
+}

@@ -1,0 +1,83 @@
+//! [`AnyStore`]: memory or Redis, as the URL of a limiter says.
+
+use std::future::Future;
+
+use futures_util::future::Either;
+use tidegate::{
+    Action, BlockingStore, Charge, Clock, Decision, MemoryStore, Outcome, ResilientRedis, Store,
+    StoreError,
+};
+use tokio::runtime::Handle;
+
+pub(crate) enum AnyStore {
+    Memory(MemoryStore),
+    Redis { store: ResilientRedis, runtime: Handle },
+}
+
+impl Store for AnyStore {
+    #[inline]
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        match self {
+            Self::Memory(store) => either(store.decide(action, charge), Either::Left),
+            Self::Redis { store, .. } => either(store.decide(action, charge), Either::Right),
+        }
+    }
+
+    fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        match self {
+            Self::Memory(store) => either(store.decide_all(action, charges), Either::Left),
+            Self::Redis { store, .. } => either(store.decide_all(action, charges), Either::Right),
+        }
+    }
+
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        match self {
+            Self::Memory(store) => store.fall_back(action, charges, error),
+            Self::Redis { store, .. } => store.fall_back(action, charges, error),
+        }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        match self {
+            Self::Memory(store) => store.clock(),
+            Self::Redis { store, .. } => store.clock(),
+        }
+    }
+}
+
+#[inline]
+fn either<F: Future, E: Future<Output = F::Output>>(
+    outcome: Outcome<F>,
+    side: impl FnOnce(F) -> E,
+) -> Outcome<E> {
+    match outcome {
+        Outcome::Ready(answer) => Outcome::Ready(answer),
+        Outcome::Pending(future) => Outcome::Pending(side(future)),
+    }
+}
+
+impl BlockingStore for AnyStore {
+    fn block_on<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        match self {
+            Self::Memory(store) => store.block_on(call),
+            // Python threads are never threads of the runtime.
+            Self::Redis { runtime, .. } => runtime.block_on(call),
+        }
+    }
+}

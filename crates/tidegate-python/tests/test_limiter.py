@@ -1,0 +1,162 @@
+"""The limiter in memory: answers, errors and time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tidegate import Decision, Limiter, ManualClock, Quota
+
+
+def test_limit_is_exact_and_a_denial_says_how_long() -> None:
+    clock = ManualClock()
+    limiter = Limiter(clock=clock)
+    quota = Quota("2/minute")
+    assert limiter.acquire("ann", quota).remaining == 1
+    clock.advance(20)
+    assert limiter.acquire("ann", quota)
+    denied = limiter.acquire("ann", quota)
+    assert not denied and not denied.allowed
+    assert (denied.limit, denied.remaining) == (2, 0)
+    assert (denied.retry_after, denied.reset_after) == (40, 60)
+    assert limiter.acquire("bob", quota), "each key has its own count"
+    clock.advance(denied.retry_after)
+    assert limiter.acquire("ann", quota)
+    assert not limiter.acquire("ann", quota)
+
+
+@pytest.mark.parametrize(
+    ("rate", "limit", "window"),
+    [
+        ("100/minute", 100, 60),
+        ("10/second", 10, 1),
+        ("5/15m", 5, 900),
+        ("1000 per day", 1000, 86_400),
+        ("1_000/hour", 1000, 3600),
+        ("3 per 2 hours", 3, 7200),
+        ("7/30seconds", 7, 30),
+        ("7/1m30s", 7, 90),
+        ("1/250ms", 1, 0.25),
+    ],
+)
+def test_rates_are_read(rate: str, limit: int, window: float) -> None:
+    quota = Quota(rate)
+    assert (quota.limit, quota.window) == (limit, window)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("100",), "write it like 100/minute"),
+        (("-1/minute",), "write it like 100/minute"),
+        (("5/fortnight",), "write it like 100/minute"),
+        (("99999999999999999999/s",), "write it like 100/minute"),
+        (("0/minute",), "limit 0 is out of range"),
+        (("5/400d",), "out of range"),
+    ],
+)
+def test_wrong_rate_is_a_value_error(arguments: tuple[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Quota(*arguments)
+
+
+def test_wrong_options_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="token-bucket"):
+        Quota("5/minute", algorithm="bucket")
+    with pytest.raises(ValueError, match="has no burst"):
+        Quota("5/minute", burst=10)
+    limiter, quota = Limiter(), Quota("5/minute")
+    with pytest.raises(ValueError, match="cost 6 can never be admitted"):
+        limiter.acquire("ann", quota, 6)
+    with pytest.raises(ValueError, match="key"):
+        limiter.acquire("", quota)
+    with pytest.raises(ValueError, match="on_store_failure"):
+        limiter.acquire("ann", quota, on_store_failure="maybe")
+    with pytest.raises(ValueError, match="Redis URL"):
+        Limiter("http://127.0.0.1")
+    with pytest.raises(ValueError, match="need the URL"):
+        Limiter(prefix="api")
+    with pytest.raises(ValueError, match="options of memory"):
+        Limiter("redis://127.0.0.1", clock=ManualClock())
+
+
+def test_actions() -> None:
+    clock = ManualClock()
+    limiter = Limiter(clock=clock)
+    quota = Quota("10/second", burst=20, algorithm="token-bucket")
+    assert limiter.peek("job", quota).remaining == 19
+    charged_at = limiter.now()
+    assert limiter.acquire("job", quota, 15).remaining == 5
+    assert limiter.refund("job", quota, 15, charged_at=charged_at).remaining == 20
+    reported = limiter.report("job", quota, 30)
+    assert not reported and reported.retry_after > 0
+    limiter.reset("job", quota)
+    assert limiter.acquire("job", quota, 20)
+    assert limiter.acquire("job", quota, policy="other").remaining == 19
+
+
+def test_acquire_all_takes_all_or_nothing() -> None:
+    limiter = Limiter(clock=ManualClock())
+    minute, hour = Quota("5/minute"), Quota("2/hour")
+    charges = [("ann", minute), ("ann", hour, 2, "hourly")]
+    first = limiter.acquire_all(charges)
+    assert first and len(first) == 2 and [d.policy for d in first] == [minute.policy, "hourly"]
+    assert first.binding.policy == "hourly" and first.denied_by is None
+    second = limiter.acquire_all(charges)
+    assert not second and second.exceeded == ["hourly"]
+    assert second.denied_by.policy == "hourly" and second[-1].policy == "hourly"
+    assert limiter.peek("ann", minute).remaining == 3, "nothing was taken"
+    limiter.refund_all(first)
+    assert limiter.acquire_all(charges)
+    with pytest.raises(IndexError):
+        second[2]
+
+
+def test_headers() -> None:
+    limiter = Limiter(clock=ManualClock())
+    quota = Quota("1/minute")
+    allowed = limiter.acquire("ann", quota, policy="per-user")
+    assert allowed.headers()["ratelimit-policy"] == '"per-user";q=1;w=60'
+    assert "retry-after" not in allowed.headers()
+    denied = limiter.acquire("ann", quota, policy="per-user")
+    assert denied.headers(x_ratelimit_headers=False) == {
+        "ratelimit-policy": '"per-user";q=1;w=60',
+        "ratelimit": '"per-user";r=0;t=60',
+        "retry-after": "60",
+    }
+
+
+def test_wait_sleeps_by_the_clock() -> None:
+    quota = Quota("100/second", burst=1, algorithm="token-bucket")
+    limiter = Limiter()
+    assert all(limiter.wait("crawl", quota, 1) for _ in range(3))
+    assert not limiter.wait("slow", Quota("1/hour"), 0, 1) is None
+
+
+def test_aio_has_the_same_calls() -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        limiter = Limiter(clock=clock)
+        quota = Quota("1/minute")
+        charged_at = limiter.now()
+        first = await asyncio.create_task(limiter.aio.acquire("ann", quota))
+        assert isinstance(first, Decision) and first
+        assert not await limiter.aio.acquire("ann", quota)
+        assert not await limiter.aio.peek("ann", quota)
+        await limiter.aio.refund("ann", quota, charged_at=charged_at)
+        assert await limiter.aio.acquire("ann", quota)
+        await limiter.aio.reset("ann", quota)
+        assert await limiter.aio.acquire_all([("ann", quota)])
+        assert not await limiter.aio.report("ann", quota)
+        waiting = asyncio.create_task(limiter.aio.wait("ann", quota, 120))
+        cancelled = asyncio.create_task(limiter.aio.wait("ann", quota, 120))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        while not waiting.done():
+            clock.advance(60)
+            await asyncio.sleep(0.001)
+        assert await waiting
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    asyncio.run(main())
