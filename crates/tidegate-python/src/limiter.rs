@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use tidegate::store::redis::{Builder, Tls};
 use tidegate::{
     Action, Charge, Clock as _, DEFAULT_QUERY_TIMEOUT, DenyCache, Error, Fallback,
-    Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, PreparedCharge, RedisStore, StoreError,
-    SystemClock, Timestamp,
+    Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, Outcome, PreparedCharge, RedisStore,
+    Store as _, StoreError, SystemClock, Timestamp,
 };
 use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
@@ -143,6 +143,19 @@ impl Limiter {
             policy: policy.map(Into::into),
             is_shadow: false,
         })
+    }
+
+    /// Takes units as `acquire` does, and returns only whether the request may pass.
+    #[pyo3(signature = (key, quota, cost = 1))]
+    fn allow(
+        &self,
+        py: Python<'_>,
+        key: &str,
+        quota: &Bound<'_, Quota>,
+        cost: u64,
+    ) -> PyResult<bool> {
+        let charge = charge(key, quota.get(), cost, None, self.on_store_failure, Timestamp::ZERO);
+        self.decide_charge(py, Action::Acquire, &charge).map(|decision| decision.allowed)
     }
 
     /// Applies an action to one charge.
@@ -336,6 +349,7 @@ impl Limiter {
         given.map_or(Ok(self.on_store_failure), |name| name.parse().map_err(value_error))
     }
 
+    #[inline]
     fn decide_charge(
         &self,
         py: Python<'_>,
@@ -343,6 +357,12 @@ impl Limiter {
         charge: &Charge<'_>,
     ) -> PyResult<tidegate::Decision> {
         if let Backend::Memory(limiter) = &self.backend {
+            // It validates acquires itself, and answers without waiting.
+            if let (Action::Acquire, AnyStore::Memory(store)) = (action, limiter.store())
+                && let Outcome::Ready(decided) = store.decide(Action::Acquire, charge)
+            {
+                return decided.map_err(|error| limiter_error(error.into()));
+            }
             return limiter.blocking().decide(action, charge).map_err(limiter_error);
         }
         let connection = self.connection()?;

@@ -15,7 +15,6 @@ pub(crate) enum AnyStore {
 }
 
 impl Store for AnyStore {
-    #[inline]
     fn decide(
         &self,
         action: Action,

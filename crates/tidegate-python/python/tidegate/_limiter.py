@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from . import _tidegate
-from ._aio import AsyncLimiter, AsyncPolicyLimiter
 from ._tidegate import Decision, Decisions, Quota
+
+if TYPE_CHECKING:
+    from ._aio import AsyncLimiter, AsyncPolicyLimiter
 
 # Key and quota of a charge, and perhaps its cost and the policy that it counts under.
 Charge = (
@@ -32,7 +35,9 @@ class Limiter(_tidegate.Limiter):
 
     @property
     def aio(self) -> AsyncLimiter:
-        """The same calls for asyncio."""
+        """The same calls for asyncio, whose import takes longer than that of this package."""
+        from ._aio import AsyncLimiter
+
         return AsyncLimiter(self)
 
     def peek(
@@ -98,6 +103,8 @@ class PolicyLimiter(_tidegate.PolicyLimiter):
     @property
     def aio(self) -> AsyncPolicyLimiter:
         """The same calls for asyncio."""
+        from ._aio import AsyncPolicyLimiter
+
         return AsyncPolicyLimiter(self)
 
     def acquire(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:

@@ -159,6 +159,10 @@ class Limiter:
         policy: str | None = None,
         on_store_failure: str | None = None,
     ) -> Decision: ...
+    def allow(self, key: str, quota: Quota, cost: int = 1) -> bool:
+        """Takes units as `acquire` does, and returns only whether the request may pass: the
+        cheapest call in memory."""
+
     def wait(
         self,
         key: str,
