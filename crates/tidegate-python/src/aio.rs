@@ -9,16 +9,21 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Wake, Waker};
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use tokio::runtime::Handle;
-use tokio::task::AbortHandle;
 
-/// Answer for a future of asyncio, as a Python object once Python may be called.
+use crate::logs;
+
+/// Creates the Python object of an answer, once Python may be called.
+type Answer = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
+
+/// Answer for a future of asyncio.
 struct Completion {
     future: Py<PyAny>,
-    answer: Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>,
+    answer: Answer,
 }
 
 /// Answers for the futures of one event loop.
@@ -74,7 +79,7 @@ impl Completions {
                 Err(error) => future.call_method1(intern!(py, "set_exception"), (error,))?,
             };
         }
-        Ok(())
+        logs::flush(py)
     }
 }
 
@@ -86,23 +91,33 @@ impl Completions {
         future: Py<PyAny>,
         call: impl Future<Output = T> + Send + 'static,
         to_python: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
-    ) -> Task {
+    ) {
         let queue = Arc::clone(&self.0);
-        let task = runtime.spawn(async move {
+        runtime.spawn(async move {
             let answer = call.await;
             queue.push(Completion { future, answer: Box::new(|py| to_python(py, answer)) });
         });
-        Task(task.abort_handle())
+    }
+
+    /// Returns a waker that completes `future`.
+    pub(crate) fn waker(&self, future: Py<PyAny>) -> Waker {
+        Waker::from(Arc::new(FutureWaker {
+            queue: Arc::clone(&self.0),
+            future: Mutex::new(Some(future)),
+        }))
     }
 }
 
-/// Call that can be stopped, if it still waits.
-#[pyclass(frozen, module = "tidegate._tidegate")]
-pub(crate) struct Task(AbortHandle);
+struct FutureWaker {
+    queue: Arc<Queue>,
+    future: Mutex<Option<Py<PyAny>>>,
+}
 
-#[pymethods]
-impl Task {
-    fn cancel(&self) {
-        self.0.abort();
+impl Wake for FutureWaker {
+    fn wake(self: Arc<Self>) {
+        let future = self.future.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(future) = future {
+            self.queue.push(Completion { future, answer: Box::new(|py| Ok(py.None())) });
+        }
     }
 }

@@ -1,6 +1,9 @@
 //! `Limiter`: decides charges in memory or on Redis.
 
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -13,9 +16,10 @@ use tidegate::{
 use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 
-use crate::aio::{Completions, Task};
+use crate::aio::Completions;
 use crate::decision::{Decision, Decisions};
 use crate::error::{limiter_error, value_error};
+use crate::logs;
 use crate::policies::{Request, decide_query, refund, start_query};
 use crate::process::{PerProcess, runtime};
 use crate::quota::{Quota, seconds};
@@ -38,13 +42,13 @@ pub(crate) struct Limiter {
 
 enum Backend {
     Memory(AnyLimiter),
-    Redis { builder: Builder, connected: PerProcess<OnceCell<AnyLimiter>> },
+    Redis { builder: Arc<Builder>, connected: PerProcess<OnceCell<AnyLimiter>> },
 }
 
 /// Limiter of this process, which may have to connect first.
 pub(crate) enum Connection {
     Ready(AnyLimiter),
-    Pending { builder: Builder, connected: Arc<OnceCell<AnyLimiter>>, runtime: Handle },
+    Pending { builder: Arc<Builder>, connected: Arc<OnceCell<AnyLimiter>>, runtime: Handle },
 }
 
 /// Key, quota, and perhaps cost and policy of a charge.
@@ -120,7 +124,7 @@ impl Limiter {
             builder = builder.tls(tls);
         }
         builder.check().map_err(value_error)?;
-        let backend = Backend::Redis { builder, connected: PerProcess::new() };
+        let backend = Backend::Redis { builder: Arc::new(builder), connected: PerProcess::new() };
         Ok(Self { backend, on_store_failure, timeout })
     }
 
@@ -137,8 +141,8 @@ impl Limiter {
     ) -> PyResult<Decision> {
         let failure = self.on_store_failure(on_store_failure)?;
         let charge = charge(key, quota.get(), cost, policy, failure, Timestamp::ZERO);
-        self.decide_charge(py, Action::Acquire, &charge).map(|decision| Decision {
-            decision,
+        self.decide_charge(py, Action::Acquire, &charge).map(|answer| Decision {
+            answer,
             quota: Some(quota.clone().unbind()),
             policy: policy.map(Into::into),
             is_shadow: false,
@@ -173,8 +177,8 @@ impl Limiter {
     ) -> PyResult<Decision> {
         let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
         let charge = charge(key, quota.get(), cost, policy, failure, charged_at);
-        self.decide_charge(py, to_action(action)?, &charge).map(|decision| Decision {
-            decision,
+        self.decide_charge(py, to_action(action)?, &charge).map(|answer| Decision {
+            answer,
             quota: Some(quota.clone().unbind()),
             policy: policy.map(Into::into),
             is_shadow: false,
@@ -208,47 +212,25 @@ impl Limiter {
         Ok(())
     }
 
-    /// Waits until the charge is admitted, for a future of asyncio.
-    #[expect(clippy::too_many_arguments, reason = "called by the Python part only")]
-    fn _start_wait(
+    /// Starts to wait until the charge is admitted, at most for `timeout` seconds.
+    fn _wait(
         &self,
-        completions: &Completions,
-        future: Py<PyAny>,
         key: String,
         quota: Py<Quota>,
         timeout: f64,
         cost: u64,
         policy: Option<String>,
         on_store_failure: Option<&str>,
-    ) -> PyResult<Task> {
-        let wait = self.wait_for(key, &quota, timeout, cost, policy.clone(), on_store_failure)?;
-        Ok(completions.spawn(&runtime()?, future, wait, |py, decided| {
-            to_decision(py, decided, quota, policy)
-        }))
-    }
-
-    /// Waits until the charge is admitted, at most for `timeout` seconds.
-    #[pyo3(signature = (key, quota, timeout, cost = 1, *, policy = None, on_store_failure = None))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
-    fn wait(
-        &self,
-        py: Python<'_>,
-        key: String,
-        quota: Py<Quota>,
-        timeout: f64,
-        cost: u64,
-        policy: Option<String>,
-        on_store_failure: Option<&str>,
-    ) -> PyResult<Py<PyAny>> {
-        let wait = self.wait_for(key, &quota, timeout, cost, policy.clone(), on_store_failure)?;
-        let (mut wait, runtime) = (Box::pin(wait), runtime()?);
-        loop {
-            let part = async { tokio::time::timeout(SIGNAL_INTERVAL, wait.as_mut()).await };
-            if let Ok(decided) = py.detach(|| runtime.block_on(part)) {
-                return to_decision(py, decided, quota, policy);
-            }
-            py.check_signals()?;
-        }
+    ) -> PyResult<Wait> {
+        let (failure, timeout) = (self.on_store_failure(on_store_failure)?, seconds(timeout)?);
+        let (connection, owned) = (self.connection()?, quota.get().clone());
+        let name = policy.clone();
+        let wait = async move {
+            let policy = name.as_deref();
+            let charge = charge(&key, &owned, cost, policy, failure, Timestamp::ZERO);
+            connection.limiter().await?.wait(&charge, timeout).await
+        };
+        Ok(Wait { decision: Mutex::new(Box::pin(wait)), quota, policy })
     }
 
     /// Decides several charges together, all or nothing.
@@ -335,7 +317,7 @@ impl Limiter {
         Ok(match connected.get() {
             Some(limiter) => Connection::Ready(limiter.clone()),
             None => {
-                Connection::Pending { builder: builder.clone(), connected, runtime: runtime()? }
+                Connection::Pending { builder: Arc::clone(builder), connected, runtime: runtime()? }
             }
         })
     }
@@ -366,27 +348,14 @@ impl Limiter {
             return limiter.blocking().decide(action, charge).map_err(limiter_error);
         }
         let connection = self.connection()?;
-        let decided =
-            py.detach(|| connection.limiter_blocking()?.blocking().decide(action, charge));
+        let runtime = runtime()?;
+        let decided = py.detach(|| {
+            // The fallback starts its recovery there.
+            let _entered = runtime.enter();
+            connection.limiter_blocking()?.blocking().decide(action, charge)
+        });
+        logs::flush(py)?;
         decided.map_err(limiter_error)
-    }
-
-    fn wait_for(
-        &self,
-        key: String,
-        quota: &Py<Quota>,
-        timeout: f64,
-        cost: u64,
-        policy: Option<String>,
-        on_store_failure: Option<&str>,
-    ) -> PyResult<impl Future<Output = Result<tidegate::Decision, Error>> + Send + 'static> {
-        let (failure, timeout) = (self.on_store_failure(on_store_failure)?, seconds(timeout)?);
-        let (connection, quota) = (self.connection()?, quota.get().clone());
-        Ok(async move {
-            let policy = policy.as_deref();
-            let charge = charge(&key, &quota, cost, policy, failure, Timestamp::ZERO);
-            connection.limiter().await?.wait(&charge, timeout).await
-        })
     }
 
     fn prepare(
@@ -421,7 +390,7 @@ impl Connection {
         match self {
             Self::Ready(limiter) => Ok(limiter),
             Self::Pending { builder, connected, runtime } => {
-                connected.get_or_try_init(|| connect(builder, runtime)).await.cloned()
+                connected.get_or_try_init(|| connect(&builder, runtime)).await.cloned()
             }
         }
     }
@@ -435,14 +404,74 @@ impl Connection {
 }
 
 /// Waits for the connection, and leaves it to the background if Redis does not answer.
-async fn connect(builder: Builder, runtime: Handle) -> Result<AnyLimiter, StoreError> {
+async fn connect(builder: &Builder, runtime: Handle) -> Result<AnyLimiter, StoreError> {
     let redis = match tokio::time::timeout(CONNECT_TIMEOUT, builder.clone().connect()).await {
         Ok(Err(error @ StoreError::Misconfigured(_))) => return Err(error),
         Ok(Ok(redis)) => redis,
-        Ok(Err(_)) | Err(_) => builder.connect_in_background()?,
+        // The fallback logs it with the first decision.
+        Ok(Err(_)) | Err(_) => builder.clone().connect_in_background()?,
     };
     let store = Fallback::new(DenyCache::new(redis));
     Ok(LibraryLimiter::new(AnyStore::Redis { store, runtime }))
+}
+
+type PendingDecision = Pin<Box<dyn Future<Output = Result<tidegate::Decision, Error>> + Send>>;
+
+/// Wait for units. It is polled only with the GIL held: a fork, which needs the GIL, too, then never
+/// copies a lock of the memory store that is held.
+#[pyclass(frozen, module = "tidegate._tidegate")]
+pub(crate) struct Wait {
+    decision: Mutex<PendingDecision>,
+    quota: Py<Quota>,
+    policy: Option<String>,
+}
+
+#[pymethods]
+impl Wait {
+    /// Returns the decision, or `None` if `future` will be completed when there is more to do.
+    fn poll(
+        &self,
+        py: Python<'_>,
+        completions: &Completions,
+        future: Py<PyAny>,
+    ) -> PyResult<Option<Decision>> {
+        self.poll_by(py, &completions.waker(future))
+    }
+
+    /// Blocks until the decision.
+    fn block(&self, py: Python<'_>) -> PyResult<Decision> {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        loop {
+            if let Some(decision) = self.poll_by(py, &waker)? {
+                return Ok(decision);
+            }
+            py.detach(|| std::thread::park_timeout(SIGNAL_INTERVAL));
+            py.check_signals()?;
+        }
+    }
+}
+
+impl Wait {
+    fn poll_by(&self, py: Python<'_>, waker: &Waker) -> PyResult<Option<Decision>> {
+        let runtime = runtime()?;
+        let _entered = runtime.enter();
+        let mut decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
+        let Poll::Ready(decided) = decision.as_mut().poll(&mut Context::from_waker(waker)) else {
+            return Ok(None);
+        };
+        logs::flush(py)?;
+        let answer = decided.map_err(limiter_error)?;
+        let (quota, policy) = (Some(self.quota.clone_ref(py)), self.policy.as_deref());
+        Ok(Some(Decision { answer, quota, policy: policy.map(Into::into), is_shadow: false }))
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
 }
 
 fn charge<'a>(
@@ -470,7 +499,7 @@ fn to_decision(
     policy: Option<String>,
 ) -> PyResult<Py<PyAny>> {
     let decision = Decision {
-        decision: decided.map_err(limiter_error)?,
+        answer: decided.map_err(limiter_error)?,
         quota: Some(quota),
         policy: policy.map(Into::into),
         is_shadow: false,

@@ -16,6 +16,7 @@ use crate::aio::Completions;
 use crate::decision::Decisions;
 use crate::error::{query_error, value_error};
 use crate::limiter::{Connection, Limiter, to_action};
+use crate::logs;
 use crate::process::runtime;
 
 #[pyclass(frozen, module = "tidegate")]
@@ -189,6 +190,7 @@ pub(crate) fn decide_query(
     let (connection, runtime, timeout) = (limiter.connection()?, runtime()?, limiter.timeout);
     let query = decide(connection, timeout, policies, action, request);
     let decided = limiter.detached(py, || runtime.block_on(query));
+    logs::flush(py)?;
     decided.map(Decisions).map_err(query_error)
 }
 

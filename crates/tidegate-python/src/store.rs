@@ -9,6 +9,7 @@ use tidegate::{
 };
 use tokio::runtime::Handle;
 
+#[expect(clippy::large_enum_variant, reason = "a process has few of them")]
 pub(crate) enum AnyStore {
     Memory(MemoryStore),
     Redis { store: ResilientRedis, runtime: Handle },

@@ -21,15 +21,19 @@ _completions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Completions] 
 )
 
 
-def _start(start: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
-    """Starts a call, and returns the future of its answer."""
-    loop = asyncio.get_running_loop()
+def _completions_of(loop: asyncio.AbstractEventLoop) -> Completions:
     completions = _completions.get(loop)
     if completions is None:
         completions = _completions[loop] = Completions()
         loop.add_reader(completions.fileno(), completions.drain)
+    return completions
+
+
+def _start(start: Callable[..., None], *arguments: object) -> asyncio.Future[Any]:
+    """Starts a call, and returns the future of its answer."""
+    loop = asyncio.get_running_loop()
     future = loop.create_future()
-    start(completions, future, *arguments)
+    start(_completions_of(loop), future, *arguments)
     return future
 
 
@@ -107,17 +111,14 @@ class AsyncLimiter:
         on_store_failure: str | None = None,
     ) -> Decision:
         """Waits until the charge is admitted, at most for ``timeout`` seconds."""
-        task = None
-
-        def start(*arguments: Any) -> None:
-            nonlocal task
-            task = self._limiter._start_wait(*arguments)
-
-        future = _start(start, key, quota, timeout, cost, policy, on_store_failure)
-        try:
-            return await future
-        finally:
-            task.cancel()
+        wait = self._limiter._wait(key, quota, timeout, cost, policy, on_store_failure)
+        loop = asyncio.get_running_loop()
+        while True:
+            woken = loop.create_future()
+            decision = wait.poll(_completions_of(loop), woken)
+            if decision is not None:
+                return decision
+            await woken
 
     async def acquire_all(
         self, charges: Sequence[Charge], *, on_store_failure: str | None = None

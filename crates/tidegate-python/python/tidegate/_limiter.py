@@ -82,6 +82,20 @@ class Limiter(_tidegate.Limiter):
         """Deletes the count of a key."""
         self._decide("reset", key, quota, 1, policy, None, None)
 
+    def wait(
+        self,
+        key: str,
+        quota: Quota,
+        timeout: float,
+        cost: int = 1,
+        *,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Decision:
+        """Waits until the charge is admitted, at most for ``timeout`` seconds. If that is not
+        enough, it is denied at once."""
+        return self._wait(key, quota, timeout, cost, policy, on_store_failure).block()
+
     def acquire_all(
         self, charges: Sequence[Charge], *, on_store_failure: str | None = None
     ) -> Decisions:
