@@ -130,7 +130,7 @@ impl PolicyLimiter {
         action: &str,
         attributes: BTreeMap<String, String>,
         cost: Option<u64>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let request = Request::Attributes { attributes, cost };
         let policies = Arc::clone(&self.policies);
         start_query(completions, future, self.limiter.get(), policies, to_action(action)?, request)
@@ -147,7 +147,7 @@ impl PolicyLimiter {
         completions: &Completions,
         future: Py<PyAny>,
         request: HttpRequest,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let request = self.http_request(request)?;
         let policies = Arc::clone(&self.policies);
         start_query(completions, future, self.limiter.get(), policies, Action::Acquire, request)
@@ -202,12 +202,11 @@ pub(crate) fn start_query(
     policies: Arc<tidegate::Policies>,
     action: Action,
     request: Request,
-) -> PyResult<()> {
+) -> PyResult<bool> {
     let query = decide(limiter.connection()?, limiter.timeout, policies, action, request);
-    completions.spawn(&runtime()?, future, query, |py, decided| {
+    Ok(completions.start(future, query, |py, decided| {
         Ok(Py::new(py, decided.map(Decisions).map_err(query_error)?)?.into_any())
-    });
-    Ok(())
+    }))
 }
 
 async fn decide(

@@ -6,16 +6,30 @@
 //! its own at the first use.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use arc_swap::ArcSwapOption;
-use pyo3::PyResult;
+use pyo3::prelude::*;
 use tokio::runtime::{Builder, Handle, Runtime};
+
+/// Number of forks between the first process and this one.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// Called by Python in the child of a fork.
+#[pyfunction]
+pub(crate) fn _after_fork() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+fn process() -> u64 {
+    FORKS.load(Ordering::Relaxed)
+}
 
 /// Value that each process creates for itself.
 pub(crate) struct PerProcess<T>(ArcSwapOption<Owned<T>>);
 
 struct Owned<T> {
-    process: u32,
+    process: u64,
     value: Arc<T>,
 }
 
@@ -26,7 +40,7 @@ impl<T> PerProcess<T> {
 
     /// Returns the value of this process, and creates it first if there is none.
     pub(crate) fn get(&self, create: impl FnOnce() -> PyResult<T>) -> PyResult<Arc<T>> {
-        let process = std::process::id();
+        let process = process();
         let current = self.0.load();
         if let Some(owned) = current.as_ref().filter(|owned| owned.process == process) {
             return Ok(Arc::clone(&owned.value));
@@ -47,7 +61,7 @@ impl<T> PerProcess<T> {
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
         let current = self.0.load_full();
-        if current.as_ref().is_some_and(|owned| owned.process != std::process::id()) {
+        if current.as_ref().is_some_and(|owned| owned.process != process()) {
             std::mem::forget(current);
         }
     }

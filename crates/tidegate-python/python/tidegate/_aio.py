@@ -7,7 +7,6 @@ no units afterwards.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +15,25 @@ from ._tidegate import Completions, Decision, Decisions, Quota
 if TYPE_CHECKING:
     from ._limiter import Charge, Limiter, PolicyLimiter, Request
 
-_completions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Completions] = (
-    weakref.WeakKeyDictionary()
-)
 
-
-def _completions_of(loop: asyncio.AbstractEventLoop) -> Completions:
-    completions = _completions.get(loop)
-    if completions is None:
-        completions = _completions[loop] = Completions()
+def _completions_of(loop: Any) -> Completions:
+    """Returns the answers for a loop, of which it owns the only reference."""
+    try:
+        return loop._tidegate
+    except AttributeError:
+        completions = loop._tidegate = Completions()
         loop.add_reader(completions.fileno(), completions.drain)
-    return completions
+        return completions
 
 
-def _start(start: Callable[..., None], *arguments: object) -> asyncio.Future[Any]:
-    """Starts a call, and returns the future of its answer."""
+def _start(start: Callable[..., bool], *arguments: object) -> asyncio.Future[Any]:
+    """Starts a call at the end of this iteration of the loop, and returns the future of its
+    answer."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
-    start(_completions_of(loop), future, *arguments)
+    completions = _completions_of(loop)
+    if start(completions, future, *arguments):
+        loop.call_soon(completions.submit)
     return future
 
 
@@ -55,7 +55,12 @@ class AsyncLimiter:
         on_store_failure: str | None = None,
     ) -> Decision:
         """Takes units of the quota for this key, or denies."""
-        return await self._decide("acquire", key, quota, cost, policy, on_store_failure, None)
+        limiter = self._limiter
+        if limiter.is_memory:
+            return limiter._decide("acquire", key, quota, cost, policy, on_store_failure, None)
+        return await _start(
+            limiter._start, "acquire", key, quota, cost, policy, on_store_failure, None
+        )
 
     async def peek(
         self,

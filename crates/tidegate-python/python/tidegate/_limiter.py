@@ -33,6 +33,8 @@ class Limiter(_tidegate.Limiter):
     ``StoreError``.
     """
 
+    __slots__ = ()
+
     @property
     def aio(self) -> AsyncLimiter:
         """The same calls for asyncio, whose import takes longer than that of this package."""
@@ -112,7 +114,7 @@ class Limiter(_tidegate.Limiter):
 class PolicyLimiter(_tidegate.PolicyLimiter):
     """Decides requests by the policies of a file that apply to them, all or nothing."""
 
-    limiter: Limiter
+    __slots__ = ()
 
     @property
     def aio(self) -> AsyncPolicyLimiter:
