@@ -18,7 +18,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::logs;
-use crate::process::runtime;
+use crate::process::driver;
 
 /// Creates the Python object of an answer, once Python may be called.
 type Answer = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
@@ -74,7 +74,7 @@ impl Completions {
     /// Starts the calls of this iteration: one wake-up of the runtime for all.
     fn submit(&self) -> PyResult<()> {
         let started = std::mem::take(&mut *lock(&self.0.started));
-        runtime()?.spawn(async {
+        driver()?.handle().spawn(async {
             for call in started {
                 tokio::spawn(call);
             }
@@ -109,15 +109,16 @@ impl Completions {
         future: Py<PyAny>,
         call: impl Future<Output = T> + Send + 'static,
         to_python: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
-    ) -> bool {
-        let queue = Arc::clone(&self.0);
+    ) -> PyResult<bool> {
+        let (queue, attached) = (Arc::clone(&self.0), driver()?.attach());
         let call = async move {
             let answer = call.await;
+            drop(attached);
             queue.push(Completion { future, answer: Box::new(|py| to_python(py, answer)) });
         };
         let mut started = lock(&self.0.started);
         started.push(call.boxed());
-        started.len() == 1
+        Ok(started.len() == 1)
     }
 
     /// Returns a waker that completes `future`.

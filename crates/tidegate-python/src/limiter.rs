@@ -13,7 +13,6 @@ use tidegate::{
     Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, Outcome, PreparedCharge, RedisStore,
     Store as _, StoreError, SystemClock, Timestamp,
 };
-use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 
 use crate::aio::Completions;
@@ -21,7 +20,7 @@ use crate::decision::{Decision, Decisions};
 use crate::error::{limiter_error, value_error};
 use crate::logs;
 use crate::policies::{Request, decide_query, refund, start_query};
-use crate::process::{PerProcess, runtime};
+use crate::process::{Attached, Driver, PerProcess, driver};
 use crate::quota::{Quota, seconds};
 use crate::store::AnyStore;
 
@@ -48,7 +47,7 @@ enum Backend {
 /// Limiter of this process, which may have to connect first.
 pub(crate) enum Connection {
     Ready(AnyLimiter),
-    Pending { builder: Arc<Builder>, connected: Arc<OnceCell<AnyLimiter>>, runtime: Handle },
+    Pending { builder: Arc<Builder>, connected: Arc<OnceCell<AnyLimiter>>, driver: Arc<Driver> },
 }
 
 /// Key, quota, and perhaps cost and policy of a charge.
@@ -206,7 +205,7 @@ impl Limiter {
             let charge = charge(&key, &owned, cost, name.as_deref(), failure, charged_at);
             connection.limiter().await?.decide(action, &charge).await
         };
-        Ok(completions.start(future, call, |py, decided| to_decision(py, decided, quota, policy)))
+        completions.start(future, call, |py, decided| to_decision(py, decided, quota, policy))
     }
 
     /// Starts to wait until the charge is admitted, at most for `timeout` seconds.
@@ -227,7 +226,8 @@ impl Limiter {
             let charge = charge(&key, &owned, cost, policy, failure, Timestamp::ZERO);
             connection.limiter().await?.wait(&charge, timeout).await
         };
-        Ok(Wait { decision: Mutex::new(Box::pin(wait)), quota, policy })
+        let attached = driver()?.attach();
+        Ok(Wait { decision: Mutex::new(Box::pin(wait)), attached, quota, policy })
     }
 
     /// Decides several charges together, all or nothing.
@@ -269,8 +269,8 @@ impl Limiter {
         status: Option<u16>,
     ) -> PyResult<()> {
         let refund = refund(self.connection()?, decisions.0.clone(), status);
-        let runtime = runtime()?;
-        self.detached(py, || runtime.block_on(refund));
+        let driver = driver()?;
+        self.detached(py, || driver.block_on(refund));
         Ok(())
     }
 
@@ -282,7 +282,7 @@ impl Limiter {
         status: Option<u16>,
     ) -> PyResult<bool> {
         let refund = refund(self.connection()?, decisions.0.clone(), status);
-        Ok(completions.start(future, refund, |py, ()| Ok(py.None())))
+        completions.start(future, refund, |py, ()| Ok(py.None()))
     }
 
     /// Time of the limiter's clock, in seconds since the Unix epoch.
@@ -313,7 +313,7 @@ impl Limiter {
         Ok(match connected.get() {
             Some(limiter) => Connection::Ready(limiter.clone()),
             None => {
-                Connection::Pending { builder: Arc::clone(builder), connected, runtime: runtime()? }
+                Connection::Pending { builder: Arc::clone(builder), connected, driver: driver()? }
             }
         })
     }
@@ -345,10 +345,10 @@ impl Limiter {
             return limiter.blocking().decide(action, charge).map_err(limiter_error);
         }
         let connection = self.connection()?;
-        let runtime = runtime()?;
+        let driver = driver()?;
         let decided = py.detach(|| {
             // The fallback starts its recovery there.
-            let _entered = runtime.enter();
+            let _entered = driver.handle().enter();
             connection.limiter_blocking()?.blocking().decide(action, charge)
         });
         logs::flush(py)?;
@@ -386,8 +386,8 @@ impl Connection {
     pub(crate) async fn limiter(self) -> Result<AnyLimiter, StoreError> {
         match self {
             Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { builder, connected, runtime } => {
-                connected.get_or_try_init(|| connect(&builder, runtime)).await.cloned()
+            Self::Pending { builder, connected, driver } => {
+                connected.get_or_try_init(|| connect(&builder, driver)).await.cloned()
             }
         }
     }
@@ -395,13 +395,13 @@ impl Connection {
     pub(crate) fn limiter_blocking(self) -> Result<AnyLimiter, StoreError> {
         match self {
             Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { ref runtime, .. } => runtime.clone().block_on(self.limiter()),
+            Self::Pending { ref driver, .. } => Arc::clone(driver).block_on(self.limiter()),
         }
     }
 }
 
 /// Waits for the connection, and leaves it to the background if Redis does not answer.
-async fn connect(builder: &Builder, runtime: Handle) -> Result<AnyLimiter, StoreError> {
+async fn connect(builder: &Builder, driver: Arc<Driver>) -> Result<AnyLimiter, StoreError> {
     let redis = match tokio::time::timeout(CONNECT_TIMEOUT, builder.clone().connect()).await {
         Ok(Err(error @ StoreError::Misconfigured(_))) => return Err(error),
         Ok(Ok(redis)) => redis,
@@ -409,7 +409,7 @@ async fn connect(builder: &Builder, runtime: Handle) -> Result<AnyLimiter, Store
         Ok(Err(_)) | Err(_) => builder.clone().connect_in_background()?,
     };
     let store = Fallback::new(DenyCache::new(redis));
-    Ok(LibraryLimiter::new(AnyStore::Redis { store, runtime }))
+    Ok(LibraryLimiter::new(AnyStore::Redis { store, driver }))
 }
 
 type PendingDecision = Pin<Box<dyn Future<Output = Result<tidegate::Decision, Error>> + Send>>;
@@ -419,6 +419,7 @@ type PendingDecision = Pin<Box<dyn Future<Output = Result<tidegate::Decision, Er
 #[pyclass(frozen, module = "tidegate._tidegate")]
 pub(crate) struct Wait {
     decision: Mutex<PendingDecision>,
+    attached: Attached,
     quota: Py<Quota>,
     policy: Option<String>,
 }
@@ -450,8 +451,7 @@ impl Wait {
 
 impl Wait {
     fn poll_by(&self, py: Python<'_>, waker: &Waker) -> PyResult<Option<Decision>> {
-        let runtime = runtime()?;
-        let _entered = runtime.enter();
+        let _entered = self.attached.handle().enter();
         let mut decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
         let Poll::Ready(decided) = decision.as_mut().poll(&mut Context::from_waker(waker)) else {
             return Ok(None);

@@ -17,7 +17,7 @@ use crate::decision::Decisions;
 use crate::error::{query_error, value_error};
 use crate::limiter::{Connection, Limiter, to_action};
 use crate::logs;
-use crate::process::runtime;
+use crate::process::driver;
 
 #[pyclass(frozen, module = "tidegate")]
 pub(crate) struct Policies(Arc<tidegate::Policies>);
@@ -187,9 +187,9 @@ pub(crate) fn decide_query(
     action: Action,
     request: Request,
 ) -> PyResult<Decisions> {
-    let (connection, runtime, timeout) = (limiter.connection()?, runtime()?, limiter.timeout);
+    let (connection, driver, timeout) = (limiter.connection()?, driver()?, limiter.timeout);
     let query = decide(connection, timeout, policies, action, request);
-    let decided = limiter.detached(py, || runtime.block_on(query));
+    let decided = limiter.detached(py, || driver.block_on(query));
     logs::flush(py)?;
     decided.map(Decisions).map_err(query_error)
 }
@@ -204,9 +204,9 @@ pub(crate) fn start_query(
     request: Request,
 ) -> PyResult<bool> {
     let query = decide(limiter.connection()?, limiter.timeout, policies, action, request);
-    Ok(completions.start(future, query, |py, decided| {
+    completions.start(future, query, |py, decided| {
         Ok(Py::new(py, decided.map(Decisions).map_err(query_error)?)?.into_any())
-    }))
+    })
 }
 
 async fn decide(
