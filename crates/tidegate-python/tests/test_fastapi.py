@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 
 import httpx
@@ -38,13 +39,18 @@ def call(app: FastAPI, *requests: tuple[str, str]) -> list[httpx.Response]:
 
 
 def test_classic_task_admits_exactly_100_of_130(
-    start_app: Callable[..., Server], redis_server: Server
+    start_server: Callable[..., Server], redis_server: Server, tmp_path: Path
 ) -> None:
-    def uvicorn(address: str) -> list[str]:
-        port = address.rpartition(":")[2]
-        return ["uvicorn", "--workers", "2", "--port", port, "classic:app"]
-
-    server = start_app(uvicorn, REDIS_URL=redis_server.redis_url)
+    program = (HERE / "apps" / "classic.py").read_text()
+    assert "redis://127.0.0.1:6379" in program
+    program = program.replace("redis://127.0.0.1:6379", redis_server.redis_url)
+    (tmp_path / "classic.py").write_text(program)
+    server = start_server(
+        lambda port: [
+            sys.executable, "-m", "uvicorn", "--workers", "2", "--port", str(port), "classic:app"
+        ],
+        cwd=tmp_path,
+    )
     url = f"http://127.0.0.1:{server.port}/"
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: get(url, {"x-user-id": "ann"}), range(130)))

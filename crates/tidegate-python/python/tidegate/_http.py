@@ -1,4 +1,4 @@
-"""What the integrations share: the decision of an HTTP request, and the responses to it."""
+"""Shared parts of the integrations: the decision of an HTTP request, and the responses to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Limit = str | Quota | Sequence[str | Quota] | Policies
 
-# Headers that are appended to those of an inner limit. Of the others, that of the inner limit stays.
+# Headers that are appended to those of an inner limit; of any other, that of the inner one stays.
 LISTS = ("ratelimit", "ratelimit-policy")
 QUOTA_EXCEEDED = "https://iana.org/assignments/http-problem-types#quota-exceeded"
 UNKNOWN_ADDRESS = (
@@ -97,7 +97,7 @@ class Rule:
         self._quotas: list[Quota] = []
         if isinstance(limit, Policies):
             if (key, policy, cost, on_store_failure, refund_on) != (None, None, 1, None, ()):
-                raise ValueError("with policies, only attributes are set here, the rest in the file")
+                raise ValueError("with policies, set only attributes here, the rest in the file")
             return
         if attributes is not None:
             raise ValueError("attributes are for policies: a rate has a key")

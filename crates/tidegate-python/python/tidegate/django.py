@@ -8,7 +8,7 @@
     from django.http import HttpRequest, HttpResponse
     from tidegate.django import ratelimit
 
-    @ratelimit("5/minute", key=lambda request: request.POST["user"])
+    @ratelimit("5/minute", key=lambda request: request.POST.get("user", ""))
     def login(request: HttpRequest) -> HttpResponse:
         return HttpResponse("welcome")
 

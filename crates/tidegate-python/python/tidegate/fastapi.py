@@ -1,20 +1,23 @@
 """Limits of FastAPI's routes, as dependencies.
 
-    from fastapi import Depends, FastAPI
+    from fastapi import Depends, FastAPI, Request
     from tidegate import Limiter
     from tidegate.fastapi import install, limit
+
+    def user(request: Request) -> str:
+        return request.headers.get("x-user-id", "anonymous")
 
     app = FastAPI()
     install(app, Limiter("redis://127.0.0.1:6379"))
 
-    @app.get("/", dependencies=[Depends(limit("5/minute", key=lambda r: r.headers["x-user"]))])
+    @app.get("/", dependencies=[Depends(limit("100/60s", key=user))])
     async def index() -> str:
         return "hello"
 
 Each route has its own count: the name of the policy is made of the route's methods and path, unless
 ``policy`` is set. Limits with one ``policy`` share their counts. Two limits of a route with equal
 windows, such as one per user and one per address, need a ``policy`` each; two rates of one key are
-written as ``limit(["10/second", "1000/day"])``.
+written as ``limit(["10/second", "1000/day"])``. WebSockets are limited by the ASGI middleware.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ SCOPE_KEY = "tidegate.fastapi"
 
 
 class _State(NamedTuple):
-    """What the limits of one request read and write."""
+    """The setup, and the limits that admitted this request."""
 
     setup: Setup
     admitted: list[tuple[Rule, Outcome]]
