@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -189,7 +191,8 @@ def test_policies_with_shadow_mode_refunds_and_attributes() -> None:
         "source": "missing-key",
         "missing_key": "query.token",
     }
-    query = {"query_string": b"token=a", "tenant": "other"}
+    # Some servers have lists in place of tuples.
+    query = {"query_string": b"token=a", "tenant": "other", "headers": [[b"x-any", b"1"]]}
     assert call(app, "/201", **query)[0] == 201
     status, _, body = call(app, "/201", tenant="other", query_string=b"token=a&token=b")
     assert status == 400 and json.loads(body)["title"] == "Bad Request"
@@ -242,6 +245,20 @@ def test_other_scopes_pass() -> None:
     asyncio.run(limited({"type": "lifespan"}, None, None))
     asyncio.run(limited({"type": "lifespan"}, None, None))
     assert seen == ["lifespan", "lifespan"]
+
+
+def test_import_of_an_application_starts_no_thread() -> None:
+    program = """
+from pathlib import Path
+from tidegate import Limiter
+from tidegate.asgi import RateLimitMiddleware
+RateLimitMiddleware(None, Limiter("redis://127.0.0.1:1"), "5/minute")
+print(len(list(Path("/proc/self/task").iterdir())))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
+    assert run.stdout == "1\n", "a server may fork afterwards: " + run.stderr
 
 
 def test_wrong_options_fail_at_once() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from ._limiter import Charge, Limiter, PolicyLimiter, Request
+from ._limiter import Limiter, PolicyLimiter, Request
 from ._tidegate import ClientIp, Decisions, Policies, Quota, StoreError
 
 if TYPE_CHECKING:
@@ -104,10 +104,11 @@ class Rule:
         limits = [limit] if isinstance(limit, (str, Quota)) else limit
         self._quotas = [Quota(limit) if isinstance(limit, str) else limit for limit in limits]
         charges = self._charges("any key", "")
-        if len({charge[-1] for charge in charges}) != len(charges) or not charges:
+        if len({charge[3] for charge in charges}) != len(charges) or not charges:
             raise ValueError("several rates of one limit need different windows")
-        # A wrong cost or name fails now, not at the first request.
-        Limiter().acquire_all(charges, on_store_failure=self._on_store_failure)
+        # A wrong cost or name fails now. A peek in memory starts no thread before a fork.
+        for key, quota, _, name in charges:
+            Limiter().peek(key, quota, cost, policy=name, on_store_failure=on_store_failure)
 
     def acquire(self, setup: Setup, caller: Any, request: Request, route: str = "") -> Outcome:
         """Decides a request. ``caller`` is the framework's own form of it, for the key function,
@@ -179,7 +180,7 @@ class Rule:
         policies = PolicyLimiter(setup.limiter, self._policies, client_ip=setup.client_ip)
         return (policies.aio if is_async else policies).acquire_request(subject)
 
-    def _charges(self, key: str, route: str) -> list[Charge]:
+    def _charges(self, key: str, route: str) -> list[tuple[str, Quota, int, str]]:
         if self._policy is not None and len(self._quotas) == 1:
             return [(key, self._quotas[0], self._cost, self._policy)]
         name = self._policy or route

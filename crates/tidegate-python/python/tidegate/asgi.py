@@ -74,7 +74,8 @@ def read_request(scope: Scope) -> Request:
         target += b"?" + scope["query_string"]
     client = scope.get("client")
     peer = address(client[0] if client else None)
-    return scope.get("method", "GET"), target, scope["headers"], peer, None
+    headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+    return scope.get("method", "GET"), target, headers, peer, None
 
 
 async def respond(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
