@@ -104,9 +104,12 @@ def test_headers_of_two_limits_are_joined() -> None:
     )[1]
 
 
-def test_forwarded_address_counts_only_behind_a_trusted_proxy() -> None:
+@pytest.mark.parametrize(
+    "limit", ["1/hour", Policies.parse("policies: [{name: a, key: [ip], limit: 1, window: 1h}]")]
+)
+def test_forwarded_address_counts_only_behind_a_trusted_proxy(limit: str | Policies) -> None:
     limiter = Limiter(clock=ManualClock())
-    app = RateLimitMiddleware(respond, limiter, "1/hour", client_ip=ClientIp(["10.0.0.0/8"]))
+    app = RateLimitMiddleware(respond, limiter, limit, client_ip=ClientIp(["10.0.0.0/8"]))
 
     def status(peer: str, x_forwarded_for: str) -> int:
         headers = [(b"x-forwarded-for", x_forwarded_for.encode())]

@@ -69,6 +69,18 @@ def test_application_is_not_touched_otherwise() -> None:
     assert call(app, REMOTE_ADDR="192.0.2.2")[0] == 200
 
 
+def test_headers_of_two_limits_are_joined() -> None:
+    limiter, started = Limiter(clock=ManualClock()), []
+    inner = RateLimitMiddleware(respond, limiter, "5/minute", policy="inner")
+    outer = RateLimitMiddleware(inner, limiter, "9/minute", policy="outer")
+    environ: dict[str, Any] = {"PATH_INFO": "/", "REMOTE_ADDR": "192.0.2.1"}
+    setup_testing_defaults(environ)
+    outer(environ, lambda status, headers: started.extend(headers))
+    states = [value for name, value in started if name == "ratelimit"]
+    assert states == ['"inner";r=4;t=60', '"outer";r=8;t=60']
+    assert [value for name, value in started if name == "x-ratelimit-limit"] == ["5"]
+
+
 def test_middleware_keeps_the_rules_of_wsgi() -> None:
     def app(environ: Any, start_response: Any) -> Any:
         write = start_response("200 OK", [("Content-Type", "text/plain")])

@@ -12,7 +12,10 @@ settings.configure(
     ALLOWED_HOSTS=["*"],
     ROOT_URLCONF=__name__,
     SECRET_KEY="of a test",
-    MIDDLEWARE=["tidegate.django.RateLimitMiddleware"],
+    MIDDLEWARE=[
+        "django.middleware.common.CommonMiddleware",
+        "tidegate.django.RateLimitMiddleware",
+    ],
     TIDEGATE={
         "LIMITER": os.environ.get("REDIS_URL") or Limiter(),
         "LIMIT": "8/hour",
