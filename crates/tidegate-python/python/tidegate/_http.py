@@ -107,8 +107,8 @@ class Rule:
         if len({charge[3] for charge in charges}) != len(charges) or not charges:
             raise ValueError("several rates of one limit need different windows")
         # A wrong cost or name fails now. A peek in memory starts no thread before a fork.
-        for key, quota, _, name in charges:
-            Limiter().peek(key, quota, cost, policy=name, on_store_failure=on_store_failure)
+        for any_key, quota, _, name in charges:
+            Limiter().peek(any_key, quota, cost, policy=name, on_store_failure=on_store_failure)
 
     def acquire(self, setup: Setup, caller: Any, request: Request, route: str = "") -> Outcome:
         """Decides a request. ``caller`` is the framework's own form of it, for the key function,
