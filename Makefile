@@ -6,7 +6,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint quick test-code test-faults test-faults-short test-newest test bench \
 	python test-python python-server \
-	bench-tools bench-build bench-http \
+	bench-tools bench-build bench-http bench-python \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
 	accuracy docs mdbook dashboard dashboard-check share release deb cargo-deb test-deb test-image
@@ -82,7 +82,7 @@ format: ## Check the format (cargo fmt fixes it)
 lint: ## Run Clippy and luacheck with warnings as errors, and check the links in the documentation
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	cargo clippy --workspace --test faults --locked -- -D warnings
-	luacheck --quiet crates bench/src deploy
+	luacheck --quiet crates bench/src bench/python deploy
 	RUSTDOCFLAGS='-D warnings' cargo doc -p tidegate --no-deps --locked --all-features --quiet
 
 quick: format ## Check format, lints, unit tests and the memory store: two minutes when it is built
@@ -234,7 +234,7 @@ BENCH_MISSING = $(call missing,$(BENCH_TOOLS))
 BENCH_RUN = $(or $(CARGO_TARGET_DIR),bench/target)/release/tidegate-bench
 THROTTLECRAB = bench/target/peers/bin/throttlecrab-server
 
-bench: bench-tools bench-build ## Compare with similar projects (BENCH=quick: short run)
+bench: bench-tools bench-build bench-python ## Compare with similar projects (BENCH=quick: short run)
 	$(BENCH_RUN)
 
 bench-tools: $(THROTTLECRAB) ## Install the tools for bench (with apt, and one with cargo)
@@ -254,6 +254,22 @@ bench-http: bench-tools bench-build ## Compare only the service, with no-op serv
 
 bench-redis: bench-tools bench-build ## Compare only decisions on Redis, with naive scripts
 	$(BENCH_RUN) scripts redis fleet cluster
+
+# The contestants have a folder of their own, so that the tests do not see them. redis-py recommends
+# hiredis, and coredis is the default of limits for asyncio.
+BENCH_PYTHON_TOOLS := 'limits[async-redis]==5.*' 'pyrate-limiter==4.*' 'throttled-py==3.*' \
+	'redis[hiredis]==8.*'
+BENCH_PYTHON = $(WHEELS)/contestants
+bench-python: .venv/installed ## Compare the Python package with other limiters of Python
+	rm -rf $(WHEELS)/tidegate-[0-9]*.whl $(BENCH_PYTHON)
+	$(MATURIN) --manifest-path crates/tidegate-python/Cargo.toml
+	.venv/bin/pip install --quiet --disable-pip-version-check --target $(BENCH_PYTHON) \
+		$(BENCH_PYTHON_TOOLS) $(WHEELS)/tidegate-[0-9]*.whl
+	mkdir -p bench/target/results
+	PYTHONPATH=$(BENCH_PYTHON) .venv/bin/python bench/python/bench.py \
+		$(if $(filter quick,$(BENCH)),--quick) --wheel $(WHEELS)/tidegate-[0-9]*.whl \
+		> bench/target/results/python.md
+	@cat bench/target/results/python.md
 
 bench-criterion: ## Run Criterion: nanoseconds per decision in memory, for each algorithm
 	cargo bench -p tidegate --locked

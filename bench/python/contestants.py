@@ -7,9 +7,8 @@ Each is measured in a process of its own, so a library is imported only there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LIMIT = 1_000
 WINDOW = 60
@@ -18,27 +17,7 @@ NAIVE = (Path(__file__).parent / "naive.lua").read_text()
 Names = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Contestant:
-    library: str
-    # Tidegate's name of the algorithm.
-    algorithm: str
-    # Creates what the call names: for the library's name of the algorithm, for a Redis URL or for
-    # memory, and for asyncio or not.
-    setup: Callable[[str, str | None, bool], Names]
-    variant: str
-    call: str
-    # The call for asyncio, if it differs by more than `await`.
-    asyncio_call: str = ""
-    # An expression that is false if the request is denied, if that is not the call.
-    check: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.library} {self.algorithm}".strip()
-
-
-def dictionary(_algorithm: str, _url: str | None, _is_async: bool) -> Names:
+def dictionary(_variant: str, _url: str | None, _is_async: bool) -> Names:
     counts: dict[str, int] = {}
 
     def increment(key: str) -> None:
@@ -55,11 +34,10 @@ def tidegate(algorithm: str, url: str | None, is_async: bool) -> Names:
     return {"limiter": limiter.aio if is_async else limiter, "quota": quota}
 
 
-def naive_script(_algorithm: str, url: str | None, is_async: bool) -> Names:
+def naive_script(_variant: str, url: str | None, is_async: bool) -> Names:
     import time
     import uuid
 
-    import redis
     import redis.asyncio
 
     client = redis.asyncio.Redis if is_async else redis.Redis
@@ -70,10 +48,9 @@ def naive_script(_algorithm: str, url: str | None, is_async: bool) -> Names:
 def limits(strategy: str, url: str | None, is_async: bool) -> Names:
     import limits
 
-    prefix = "async+" if is_async else ""
-    storage = limits.storage.storage_from_string(prefix + (url or "memory://"))
+    uri = ("async+" if is_async else "") + (url or "memory://")
     strategies = limits.aio.strategies if is_async else limits.strategies
-    limiter = getattr(strategies, strategy)(storage)
+    limiter = getattr(strategies, strategy)(limits.storage.storage_from_string(uri))
     return {"limiter": limiter, "item": limits.parse(f"{LIMIT}/minute")}
 
 
@@ -88,90 +65,111 @@ def throttled(algorithm: str, url: str | None, is_async: bool) -> Names:
 def pyrate_limiter(algorithm: str, url: str | None, is_async: bool) -> Names:
     """A bucket for each key needs a factory, here the one of its documentation."""
     import pyrate_limiter as pyrate
-    import redis
     import redis.asyncio
 
     rates = [pyrate.Rate(LIMIT, pyrate.Duration.MINUTE)]
-    buckets: dict[str, pyrate.AbstractBucket] = {}
+    policy = getattr(pyrate, algorithm)()
+    clock = pyrate.WallClock() if url else pyrate.MonotonicClock()
     if url:
-        script = redis.Redis.from_url(url).script_load(pyrate.buckets.redis_bucket.LuaScript.PUT_ITEM)
+        put = pyrate.buckets.redis_bucket.LuaScript.PUT_ITEM
+        script = redis.Redis.from_url(url).script_load(put)
         client = (redis.asyncio.Redis if is_async else redis.Redis).from_url(url)
-        clock: pyrate.AbstractClock = pyrate.WallClock()
-    else:
-        clock = pyrate.MonotonicClock()
 
     class PerName(pyrate.BucketFactory):
+        def __init__(self) -> None:
+            self.buckets: dict[str, pyrate.AbstractBucket] = {}
+
         def wrap_item(self, name: str, weight: int = 1) -> pyrate.RateItem:
             return pyrate.RateItem(name, clock.now(), weight=weight)
 
         def get(self, item: pyrate.RateItem) -> pyrate.AbstractBucket:
-            bucket = buckets.get(item.name)
-            if bucket is None:
-                bucket = buckets[item.name] = self.bucket(item.name)
-            return bucket
+            if item.name not in self.buckets:
+                self.buckets[item.name] = self.new_bucket(item.name)
+            return self.buckets[item.name]
 
-        def bucket(self, name: str) -> pyrate.AbstractBucket:
+        def new_bucket(self, name: str) -> pyrate.AbstractBucket:
             if url:
                 return self.create(pyrate.RedisBucket, rates, client, f"pyrate:{name}", script)
-            if algorithm == "TokenBucket":
-                return self.create(pyrate.StateBucket, rates, pyrate.TokenBucket())
-            policy = getattr(pyrate, algorithm)()
-            return self.create(pyrate.InMemoryBucket, rates, algorithm=policy)
+            is_state = algorithm == "TokenBucket"
+            kind = pyrate.StateBucket if is_state else pyrate.InMemoryBucket
+            return self.create(kind, rates, policy)
 
     return {"limiter": pyrate.Limiter(PerName())}
 
 
-def contestants() -> list[Contestant]:
-    """Every library with every algorithm that it shares with Tidegate, in memory."""
-    found = [Contestant("dictionary", "", dictionary, "", "increment(key)")]
-    for algorithm in (
-        "token-bucket", "sliding-log", "sliding-counter", "fixed-window", "leaky-bucket"
-    ):
-        for library, call in (
-            ("tidegate", "limiter.acquire(key, quota)"),
-            ("tidegate allow", "limiter.allow(key, quota)"),
-        ):
-            found.append(Contestant(library, algorithm, tidegate, algorithm, call))
-    for algorithm, strategy in (
-        ("sliding-log", "MovingWindowRateLimiter"),
-        ("sliding-counter", "SlidingWindowCounterRateLimiter"),
-        ("fixed-window", "FixedWindowRateLimiter"),
-    ):
-        found.append(Contestant("limits", algorithm, limits, strategy, "limiter.hit(item, key)"))
-    for algorithm, using in (
-        ("token-bucket", "token_bucket"),
-        ("sliding-counter", "sliding_window"),
-        ("fixed-window", "fixed_window"),
-        ("leaky-bucket", "leaking_bucket"),
-    ):
-        call, check = "throttle.limit(key)", "not throttle.limit(key).limited"
-        found.append(Contestant("throttled-py", algorithm, throttled, using, call, check=check))
-    for algorithm, policy in (
-        ("token-bucket", "TokenBucket"),
-        ("sliding-log", "SlidingWindowLog"),
-        ("fixed-window", "FixedWindow"),
-    ):
-        found.append(
-            Contestant(
-                "pyrate-limiter", algorithm, pyrate_limiter, policy, "limiter.try_acquire(key)",
-                asyncio_call="limiter.try_acquire_async(key)",
-                # Not in threads: it denies, too, if another thread has the lock.
-                check="limiter.try_acquire(key, blocking=False)",
-            )
-        )
-    return found
+class Library(NamedTuple):
+    # Creates what the call names: for the library's name of the algorithm, for a Redis URL or for
+    # memory, and for asyncio or not.
+    setup: Callable[[str, str | None, bool], Names]
+    call: str
+    # The library's names of algorithms, by those of Tidegate.
+    variants: dict[str, str]
+    # The call for asyncio, if it differs by more than `await`.
+    asyncio_call: str = ""
+    # An expression that is false if the request is denied, if that is not the call.
+    check: str = ""
 
 
-def windows() -> list[Contestant]:
-    """The exact window of each library, or the nearest that it has."""
-    taking_part = [each for each in contestants() if each.library != "tidegate allow"]
-    exact = [each for each in taking_part if each.algorithm == "sliding-log"]
-    nearest = [each for each in taking_part if each.algorithm == "sliding-counter"]
-    return exact + [each for each in nearest if each.library != "limits"]
+OURS = ("token-bucket", "sliding-log", "sliding-counter", "fixed-window", "leaky-bucket")
+NAIVE_CALL = 'script(keys=["naive:" + key], args=[time.time(), window, limit, str(uuid.uuid4())])'
+LIBRARIES = {
+    "dictionary": Library(dictionary, "increment(key)", {"": ""}),
+    "tidegate": Library(tidegate, "limiter.acquire(key, quota)", dict(zip(OURS, OURS))),
+    "tidegate allow": Library(tidegate, "limiter.allow(key, quota)", dict(zip(OURS, OURS))),
+    "naive script": Library(naive_script, NAIVE_CALL, {"sliding-log": ""}),
+    "limits": Library(
+        limits,
+        "limiter.hit(item, key)",
+        {
+            "sliding-log": "MovingWindowRateLimiter",
+            "sliding-counter": "SlidingWindowCounterRateLimiter",
+            "fixed-window": "FixedWindowRateLimiter",
+        },
+    ),
+    "throttled-py": Library(
+        throttled,
+        "throttle.limit(key)",
+        {
+            "token-bucket": "token_bucket",
+            "sliding-counter": "sliding_window",
+            "fixed-window": "fixed_window",
+            "leaky-bucket": "leaking_bucket",
+        },
+        check="not throttle.limit(key).limited",
+    ),
+    "pyrate-limiter": Library(
+        pyrate_limiter,
+        "limiter.try_acquire(key)",
+        {
+            "token-bucket": "TokenBucket",
+            "sliding-log": "SlidingWindowLog",
+            "fixed-window": "FixedWindow",
+        },
+        asyncio_call="limiter.try_acquire_async(key)",
+        # Not for threads: without blocking, it denies if another thread has its lock.
+        check="limiter.try_acquire(key, blocking=False)",
+    ),
+}
 
 
-def on_redis() -> list[Contestant]:
-    call = (
-        'script(keys=["naive:" + key], args=[time.time(), window, limit, uuid.uuid4().hex])'
-    )
-    return [Contestant("redis-py, naive script", "sliding-log", naive_script, "", call), *windows()]
+class Contestant(NamedTuple):
+    library: str
+    # Tidegate's name of the algorithm.
+    algorithm: str
+
+    def __str__(self) -> str:
+        return " ".join(self).strip()
+
+
+IN_MEMORY = [
+    Contestant(name, algorithm)
+    for name, library in LIBRARIES.items()
+    for algorithm in library.variants
+    if name != "naive script"
+]
+# An exact window, or the nearest that the library has.
+WINDOWS = [
+    *(Contestant(name, "sliding-log") for name in ("tidegate", "limits", "pyrate-limiter")),
+    *(Contestant(name, "sliding-counter") for name in ("tidegate", "throttled-py")),
+]
+ON_REDIS = [Contestant("naive script", "sliding-log"), *WINDOWS]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from contestants import LIMIT, Contestant
+from contestants import LIBRARIES, LIMIT, Contestant, Names
 
 USERS = [f"user{number}" for number in range(200)]
 THREADS = 16
@@ -46,22 +46,24 @@ def serve(connection: Connection, contestant: Contestant, url: str | None, mode:
         connection.send(turn(contestant, url, mode, keys))
 
 
-def turn(
-    contestant: Contestant, url: str | None, mode: str, keys: list[str]
-) -> Used:
-    """Returns CPU and wall-clock seconds for a decision on each key, with new counts."""
+def turn(contestant: Contestant, url: str | None, mode: str, keys: list[str]) -> Used:
+    """Measures a decision on each key, with new counts."""
     if mode == MODES[2]:
         return asyncio.run(asyncio_turn(contestant, url, keys))
-    names = contestant.setup(contestant.variant, url, False)
-    loop = compile_loop(contestant.call, names, is_async=False)
+    library = LIBRARIES[contestant.library]
+    loop = compile_loop(library.call, names_of(contestant, url, False), is_async=False)
     if mode == MODES[0]:
         loop(USERS)
         with Meter(url) as meter:
             loop(keys)
         return meter.used
-    shares = [keys[number::THREADS] for number in range(THREADS)]
     in_threads(loop, [USERS] * THREADS, url)
-    return in_threads(loop, shares, url)
+    return in_threads(loop, [keys[number::THREADS] for number in range(THREADS)], url)
+
+
+def names_of(contestant: Contestant, url: str | None, is_async: bool) -> Names:
+    library = LIBRARIES[contestant.library]
+    return library.setup(library.variants[contestant.algorithm], url, is_async)
 
 
 def in_threads(loop: Loop, shares: list[list[str]], url: str | None) -> Used:
@@ -82,11 +84,10 @@ def in_threads(loop: Loop, shares: list[list[str]], url: str | None) -> Used:
     return meter.used
 
 
-async def asyncio_turn(
-    contestant: Contestant, url: str | None, keys: list[str]
-) -> Used:
-    names = contestant.setup(contestant.variant, url, True)
-    loop = compile_loop(contestant.asyncio_call or contestant.call, names, is_async=True)
+async def asyncio_turn(contestant: Contestant, url: str | None, keys: list[str]) -> Used:
+    library = LIBRARIES[contestant.library]
+    names = names_of(contestant, url, True)
+    loop = compile_loop(library.asyncio_call or library.call, names, is_async=True)
 
     async def run(keys: Iterable[str]) -> None:
         # The tasks share the iterator, so that none is idle before the last decision.
@@ -123,7 +124,7 @@ class Meter:
         return sum(count.get("calls", 0) for count in counts)
 
 
-def compile_loop(call: str, names: dict[str, Any], *, is_async: bool) -> Loop:
+def compile_loop(call: str, names: Names, *, is_async: bool) -> Loop:
     """Returns a function that makes the call for each key, with the names as local variables.
 
     The call is compiled into the loop, as `timeit` does it: no contestant pays for a lambda.
@@ -139,8 +140,9 @@ def compile_loop(call: str, names: dict[str, Any], *, is_async: bool) -> Loop:
 
 def check_that_it_limits(contestant: Contestant, url: str | None) -> None:
     """Makes more calls for one user than the limit, and expects it to deny some of them."""
-    names = contestant.setup(contestant.variant, url, False)
-    is_allowed = eval(f"lambda key: {contestant.check or contestant.call}", names)
+    library = LIBRARIES[contestant.library]
+    names = names_of(contestant, url, False)
+    is_allowed = eval(f"lambda key: {library.check or library.call}", names)
     admitted = sum(bool(is_allowed("checked")) for _ in range(LIMIT + EXCESS))
     if not LIMIT <= admitted < LIMIT + EXCESS:
-        raise AssertionError(f"{contestant.name}: {admitted} admitted of {LIMIT + EXCESS}")
+        raise AssertionError(f"{contestant}: {admitted} admitted of {LIMIT + EXCESS}")

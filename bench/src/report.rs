@@ -122,6 +122,11 @@ pub(crate) fn run() -> Result<()> {
     resp::write(&mut page, &suites);
     naive::write(&mut page, &suites);
     redis::write(&mut page, &suites);
+    // `make bench-python` writes the whole section.
+    if let Ok(section) = std::fs::read_to_string(root().join("bench/target/results/python.md")) {
+        page.heading("Python");
+        page.line(section.trim_end());
+    }
     page.heading("Notes");
     page.line(
         std::fs::read_to_string(root().join("bench/notes.md"))
