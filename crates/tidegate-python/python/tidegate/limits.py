@@ -6,7 +6,8 @@ call of a script, on the clock of the server and within a deadline, and by a loc
 limit while Redis is down. The other forms are ``tidegate+memory://``, ``tidegate+rediss://``,
 ``tidegate+unix:///path``, ``tidegate+redis+cluster://host:port,host:port`` and
 ``tidegate+redis+sentinel://host:port,host:port/mymaster``; ``async+`` in front of any of them is
-the storage for ``limits.aio``.
+the storage for ``limits.aio``. Options of the limiter are in the query, such as ``?timeout=0.05``,
+or in the options of the storage.
 
 The strategy ``fixed-window`` has windows that are aligned to the clock, ``moving-window`` is a
 ``sliding-log``, and ``sliding-window-counter`` a ``sliding-counter``. A denied hit takes nothing.
@@ -19,6 +20,7 @@ import hashlib
 import time
 from functools import lru_cache
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
 from limits.aio import storage as aio
 from limits.limits import GRANULARITIES
@@ -37,6 +39,9 @@ _OPTIONS = (
     "prefix", "timeout", "on_store_failure", "password", "sentinel", "tls_ca", "tls_cert",
     "tls_key", "clock", "max_keys",
 )
+_NUMBERS: dict[str, type[int] | type[float]] = {"timeout": float, "max_keys": int}
+# Options in the query of a Unix socket's URL, where other URLs have a part for them.
+_SOCKET_OPTIONS = ("db", "user", "pass")
 # Options of the storages of ``limits`` that have another name here.
 _OTHER_NAMES = {"key_prefix": "prefix", "service_name": "sentinel", "socket_timeout": "timeout"}
 _MAX_KEY_BYTES = 512
@@ -51,9 +56,14 @@ class _Usage(NamedTuple):
 
 def _open(uri: str, options: dict[str, Any]) -> Limiter:
     """Creates the limiter of a storage URI."""
-    options = _renamed(options)
-    scheme, _, rest = uri.partition("://")
+    address, _, query = uri.partition("?")
+    scheme, _, rest = address.partition("://")
     kind = scheme.partition("tidegate+")[2]
+    in_query = dict(parse_qsl(query))
+    if kind.endswith("unix"):
+        in_socket = {name: in_query.pop(name) for name in _SOCKET_OPTIONS if name in in_query}
+        rest += f"?{urlencode(in_socket)}"
+    options = {**_checked(in_query), **_checked(options)}
     if kind == "memory":
         return Limiter(**options)
     server, _, form = kind.partition("+")
@@ -69,16 +79,19 @@ def _open(uri: str, options: dict[str, Any]) -> Limiter:
     return Limiter(urls, **options)
 
 
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    renamed = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
-    # No call waits longer for a connection than for an answer.
-    renamed.pop("socket_connect_timeout", None)
-    for name in renamed:
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options as those of a limiter. Texts are those of a URI, or of the environment."""
+    checked = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
+    # The first call waits at most a second for a connection, the others do not wait for one.
+    checked.pop("socket_connect_timeout", None)
+    for name, value in checked.items():
         if name not in _OPTIONS:
             raise ValueError(
-                f"{name!r} is not an option of the storage tidegate: use {', '.join(_OPTIONS)}"
+                f"{name!r} is not an option of tidegate's storage: use {', '.join(_OPTIONS)}"
             )
-    return renamed
+        if isinstance(value, str) and name in _NUMBERS:
+            checked[name] = _NUMBERS[name](value)
+    return checked
 
 
 @lru_cache(maxsize=1024)
