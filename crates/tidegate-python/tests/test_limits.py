@@ -94,6 +94,7 @@ def test_hits_tests_and_clears(uri: str, name: str) -> None:
     assert strategy.hit(LIMIT, "ann", cost=20)
     blocked = parse("0/minute")
     assert not strategy.hit(blocked, "ann") and not strategy.test(blocked, "ann")
+    assert not strategy.hit(blocked, "ann", cost=0)
     assert strategy.get_window_stats(blocked, "ann").remaining == 0
     strategy.clear(blocked, "ann")
 

@@ -198,8 +198,8 @@ class TidegateStorage(Storage, MovingWindowSupport, SlidingWindowCounterSupport)
         return _sliding_window(self._peek(_SLIDING, key, limit, expiry), expiry)
 
     def clear(self, key: str) -> None:
-        """Deletes the counts of a key, of a fixed and of a moving window."""
-        for algorithm in (_FIXED, _MOVING):
+        """Deletes the counts of a key, of whichever strategy they are."""
+        for algorithm in (_FIXED, _MOVING, _SLIDING):
             self._clear(algorithm, key)
 
     def clear_sliding_window(self, key: str, expiry: int) -> None:
@@ -299,8 +299,8 @@ class AsyncTidegateStorage(
         return _sliding_window(await self._peek(_SLIDING, key, limit, expiry), expiry)
 
     async def clear(self, key: str) -> None:
-        """Deletes the counts of a key, of a fixed and of a moving window."""
-        for algorithm in (_FIXED, _MOVING):
+        """Deletes the counts of a key, of whichever strategy they are."""
+        for algorithm in (_FIXED, _MOVING, _SLIDING):
             await self._clear(algorithm, key)
 
     async def clear_sliding_window(self, key: str, expiry: int) -> None:
