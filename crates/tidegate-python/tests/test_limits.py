@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-import tidegate.limits  # noqa: F401
+import tidegate.limits
 from conftest import HERE, Server, free_port, until
 from flask import Flask
 from flask_limiter import Limiter as FlaskLimiter
@@ -31,6 +31,8 @@ from tidegate import ManualClock, StoreError
 LIMIT = parse("20/year")
 # A busy machine may take longer than the default deadline, after which the limit is a local one.
 LONG_TIMEOUT = "?timeout=20"
+# The folder of the package, for applications that run in another folder.
+PACKAGES = str(Path(tidegate.__file__).resolve().parents[1])
 STRATEGY_NAMES = pytest.mark.parametrize("name", list(STRATEGIES))
 STORES = pytest.mark.parametrize("store", ["memory", "redis"])
 
@@ -223,9 +225,8 @@ def test_deployments(form: str, tmp_path: Path, start_server: Callable[..., Serv
     else:
         redis, file = start(), tmp_path / "sentinel.conf"
         file.write_text(f"sentinel monitor mymaster 127.0.0.1 {redis.port} 1\n")
-        sentinel = start_server(
-            lambda port: ["redis-server", str(file), "--sentinel", "--port", str(port)]
-        )
+        command = ["redis-server", str(file), "--sentinel", "--bind", "127.0.0.1", "--port"]
+        sentinel = start_server(lambda port: [*command, str(port)])
         uri = f"tidegate+redis+sentinel://127.0.0.1:{sentinel.port}/mymaster{LONG_TIMEOUT}"
     strategy = STRATEGIES["moving-window"](storage_from_string(uri, **options))
     assert sum(strategy.hit(LIMIT, "ann") for _ in range(25)) == 20
@@ -342,7 +343,8 @@ def uvicorn(app: str) -> Callable[[str], list[str]]:
 def test_flask_limiter_quick_start(
     redis_server: Server, start_app: Callable[..., Server]
 ) -> None:
-    app = start_app(gunicorn, STORAGE_URI=f"tidegate+{redis_server.redis_url}{LONG_TIMEOUT}")
+    uri = f"tidegate+{redis_server.redis_url}{LONG_TIMEOUT}"
+    app = start_app(gunicorn, STORAGE_URI=uri, PYTHONPATH=PACKAGES)
     assert within_one_window(3600, requests(app, "/fast", 60)) == [200] * 50 + [429] * 10
     assert within_one_window(86_400, requests(app, "/slow", 3)) == [200, 429, 429]
     assert within_one_window(1, requests(app, "/medium", 3)) == [200, 429, 429]
@@ -353,7 +355,8 @@ def test_flask_limiter_quick_start(
 def test_slowapi_quick_start(
     redis_server: Server, start_app: Callable[..., Server], name: str
 ) -> None:
-    app = start_app(uvicorn(name), STORAGE_URI=f"tidegate+{redis_server.redis_url}{LONG_TIMEOUT}")
+    uri = f"tidegate+{redis_server.redis_url}{LONG_TIMEOUT}"
+    app = start_app(uvicorn(name), STORAGE_URI=uri, PYTHONPATH=PACKAGES)
     assert within_one_window(60, requests(app, "/home", 8)) == [200] * 5 + [429] * 3
 
 
@@ -361,8 +364,8 @@ def test_quick_starts_go_on_while_redis_hangs_and_after_its_end(
     redis_server: Server, start_app: Callable[..., Server]
 ) -> None:
     uri = f"tidegate+{redis_server.redis_url}"
-    flask = start_app(gunicorn, STORAGE_URI=uri)
-    slowapi = start_app(uvicorn("fastapi_app"), STORAGE_URI=uri)
+    flask = start_app(gunicorn, STORAGE_URI=uri, PYTHONPATH=PACKAGES)
+    slowapi = start_app(uvicorn("fastapi_app"), STORAGE_URI=uri, PYTHONPATH=PACKAGES)
     for client, failure in (("127.0.0.2", signal.SIGSTOP), ("127.0.0.3", signal.SIGKILL)):
         for app, path in ((flask, "/fast"), (slowapi, "/home")):
             assert requests(app, path, 1)(client) == [200]
