@@ -33,6 +33,7 @@ from measure import MODES, USERS, Used, serve
 START_TIMEOUT = 20.0
 TURN_TIMEOUT = 120.0
 ROUNDS = 15
+MAX_LOAD = 3
 # Decisions of a turn, by store and mode.
 DECISIONS = {"memory": (40_000, 40_000, 40_000), "Redis": (3_200, 6_400, 12_800)}
 PACKAGES = ("limits", "pyrate-limiter", "throttled-py", "redis", "hiredis", "coredis")
@@ -45,11 +46,11 @@ run, each in a process of its own, with the call as its documentation recommends
 script is `bench/python/naive.lua` with the time of the client and a `uuid4` as the member, by
 redis-py with hiredis. "dictionary" is `counts[key] = counts.get(key, 0) + 1` in a function. On
 Redis, Tidegate is `Limiter(url)`, with deny cache and fallback. throttled-py has no log, so its
-counter is compared with Tidegate's. `allow` returns a bool, as the calls of limits and pyrate-limiter do;
-`acquire` returns a decision with the units that are left and the times.
+counter is compared with Tidegate's. `allow` returns a bool, as the calls of limits and
+pyrate-limiter do; `acquire` returns a decision with the units that are left and the times.
 """
 
-# What each round used per decision.
+# Use of each round, per decision.
 Suite = dict[Contestant, list[Used]]
 
 
@@ -228,6 +229,8 @@ def print_environment() -> None:
         ["keys", f"{len(USERS)} users at random, all below the limit of {LIMIT} per minute"],
     ]
     table(["", ""], rows)
+    if os.getloadavg()[0] > MAX_LOAD:
+        print("**The machine was busy**: the numbers are not representative.\n")
 
 
 def main() -> int:

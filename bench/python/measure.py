@@ -29,7 +29,7 @@ Loop = Callable[[Iterable[str]], Any]
 
 
 class Used(NamedTuple):
-    """What a turn used: seconds of CPU and of the clock, and calls of scripts on Redis."""
+    """Use of a turn: seconds of CPU and of the clock, and calls of scripts on Redis."""
 
     cpu: float
     wall: float
