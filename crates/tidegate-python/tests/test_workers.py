@@ -59,6 +59,7 @@ def test_gunicorn_workers_with_threads(
     redis_server: Server, start_app: Callable[..., Server], preload: bool
 ) -> None:
     options = ["--workers", str(WORKERS), "--worker-class", "gthread", "--threads", "50"]
+    options.append("--no-control-socket")
     environment = {"PYTHONPATH": PACKAGE, "REDIS_URL": redis_server.redis_url}
     if preload:
         options.append("--preload")
