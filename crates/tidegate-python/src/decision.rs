@@ -10,7 +10,7 @@ use crate::quota::Quota;
 
 #[pyclass(frozen, module = "tidegate")]
 pub(crate) struct Decision {
-    pub(crate) decision: tidegate::Decision,
+    pub(crate) answer: tidegate::Decision,
     /// `None` if the request was denied without a count.
     pub(crate) quota: Option<Py<Quota>>,
     /// Name that was set; otherwise that of the quota.
@@ -21,42 +21,42 @@ pub(crate) struct Decision {
 #[pymethods]
 impl Decision {
     fn __bool__(&self) -> bool {
-        self.decision.allowed
+        self.answer.allowed
     }
 
     #[getter]
     fn allowed(&self) -> bool {
-        self.decision.allowed
+        self.answer.allowed
     }
 
     #[getter]
     fn limit(&self) -> u64 {
-        self.decision.limit
+        self.answer.limit
     }
 
     #[getter]
     fn remaining(&self) -> u64 {
-        self.decision.remaining
+        self.answer.remaining
     }
 
     #[getter]
     fn retry_after(&self) -> f64 {
-        self.decision.retry_after.as_secs_f64()
+        self.answer.retry_after.as_secs_f64()
     }
 
     #[getter]
     fn reset_after(&self) -> f64 {
-        self.decision.reset_after.as_secs_f64()
+        self.answer.reset_after.as_secs_f64()
     }
 
     #[getter]
     fn delay(&self) -> f64 {
-        self.decision.delay.as_secs_f64()
+        self.answer.delay.as_secs_f64()
     }
 
     #[getter]
     fn source(&self) -> &'static str {
-        self.decision.source.as_str()
+        self.answer.source.as_str()
     }
 
     #[getter]
@@ -84,23 +84,23 @@ impl Decision {
         let states = self
             .quota
             .iter()
-            .map(|quota| PolicyState::new(self.policy(), &quota.get().0, self.decision));
+            .map(|quota| PolicyState::new(self.policy(), &quota.get().0, self.answer));
         to_headers(py, states, x_ratelimit_headers)
     }
 
     fn __repr__(&self) -> String {
-        let Self { decision, .. } = self;
-        let state = if decision.allowed {
+        let Self { answer, .. } = self;
+        let state = if answer.allowed {
             "allowed".to_owned()
         } else {
             format!("denied, retry_after={}", self.retry_after())
         };
         format!(
             "<Decision {state}, {} of {} left, policy {:?}, source {}>",
-            decision.remaining,
-            decision.limit,
+            answer.remaining,
+            answer.limit,
             self.policy(),
-            decision.source
+            answer.source
         )
     }
 }
@@ -111,7 +111,7 @@ impl Decision {
         Py::new(
             py,
             Self {
-                decision: entry.decision(),
+                answer: entry.decision(),
                 quota,
                 policy: Some(entry.policy().into()),
                 is_shadow: entry.is_shadow(),

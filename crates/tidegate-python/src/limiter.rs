@@ -1,23 +1,26 @@
 //! `Limiter`: decides charges in memory or on Redis.
 
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use tidegate::store::redis::{Builder, Tls};
 use tidegate::{
     Action, Charge, Clock as _, DEFAULT_QUERY_TIMEOUT, DenyCache, Error, Fallback,
-    Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, PreparedCharge, RedisStore, StoreError,
-    SystemClock, Timestamp,
+    Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, Outcome, PreparedCharge, RedisStore,
+    Store as _, StoreError, SystemClock, Timestamp,
 };
-use tokio::runtime::Handle;
 use tokio::sync::OnceCell;
 
-use crate::aio::{Completions, Task};
+use crate::aio::Completions;
 use crate::decision::{Decision, Decisions};
 use crate::error::{limiter_error, value_error};
+use crate::logs;
 use crate::policies::{Request, decide_query, refund, start_query};
-use crate::process::{PerProcess, runtime};
+use crate::process::{Attached, Driver, PerProcess, driver};
 use crate::quota::{Quota, seconds};
 use crate::store::AnyStore;
 
@@ -38,13 +41,13 @@ pub(crate) struct Limiter {
 
 enum Backend {
     Memory(AnyLimiter),
-    Redis { builder: Builder, connected: PerProcess<OnceCell<AnyLimiter>> },
+    Redis { builder: Arc<Builder>, connected: PerProcess<OnceCell<AnyLimiter>> },
 }
 
 /// Limiter of this process, which may have to connect first.
 pub(crate) enum Connection {
     Ready(AnyLimiter),
-    Pending { builder: Builder, connected: Arc<OnceCell<AnyLimiter>>, runtime: Handle },
+    Pending { builder: Arc<Builder>, connected: Arc<OnceCell<AnyLimiter>>, driver: Arc<Driver> },
 }
 
 /// Key, quota, and perhaps cost and policy of a charge.
@@ -120,7 +123,7 @@ impl Limiter {
             builder = builder.tls(tls);
         }
         builder.check().map_err(value_error)?;
-        let backend = Backend::Redis { builder, connected: PerProcess::new() };
+        let backend = Backend::Redis { builder: Arc::new(builder), connected: PerProcess::new() };
         Ok(Self { backend, on_store_failure, timeout })
     }
 
@@ -137,12 +140,25 @@ impl Limiter {
     ) -> PyResult<Decision> {
         let failure = self.on_store_failure(on_store_failure)?;
         let charge = charge(key, quota.get(), cost, policy, failure, Timestamp::ZERO);
-        self.decide_charge(py, Action::Acquire, &charge).map(|decision| Decision {
-            decision,
+        self.decide_charge(py, Action::Acquire, &charge).map(|answer| Decision {
+            answer,
             quota: Some(quota.clone().unbind()),
             policy: policy.map(Into::into),
             is_shadow: false,
         })
+    }
+
+    /// Takes units as `acquire` does, and returns only whether the request may pass.
+    #[pyo3(signature = (key, quota, cost = 1))]
+    fn allow(
+        &self,
+        py: Python<'_>,
+        key: &str,
+        quota: &Bound<'_, Quota>,
+        cost: u64,
+    ) -> PyResult<bool> {
+        let charge = charge(key, quota.get(), cost, None, self.on_store_failure, Timestamp::ZERO);
+        self.decide_charge(py, Action::Acquire, &charge).map(|decision| decision.allowed)
     }
 
     /// Applies an action to one charge.
@@ -160,8 +176,8 @@ impl Limiter {
     ) -> PyResult<Decision> {
         let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
         let charge = charge(key, quota.get(), cost, policy, failure, charged_at);
-        self.decide_charge(py, to_action(action)?, &charge).map(|decision| Decision {
-            decision,
+        self.decide_charge(py, to_action(action)?, &charge).map(|answer| Decision {
+            answer,
             quota: Some(quota.clone().unbind()),
             policy: policy.map(Into::into),
             is_shadow: false,
@@ -181,7 +197,7 @@ impl Limiter {
         policy: Option<String>,
         on_store_failure: Option<&str>,
         charged_at: Option<f64>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
         let (action, connection) = (to_action(action)?, self.connection()?);
         let (owned, name) = (quota.get().clone(), policy.clone());
@@ -189,53 +205,29 @@ impl Limiter {
             let charge = charge(&key, &owned, cost, name.as_deref(), failure, charged_at);
             connection.limiter().await?.decide(action, &charge).await
         };
-        completions.spawn(&runtime()?, future, call, |py, decided| {
-            to_decision(py, decided, quota, policy)
-        });
-        Ok(())
+        completions.start(future, call, |py, decided| to_decision(py, decided, quota, policy))
     }
 
-    /// Waits until the charge is admitted, for a future of asyncio.
-    #[expect(clippy::too_many_arguments, reason = "called by the Python part only")]
-    fn _start_wait(
+    /// Starts to wait until the charge is admitted, at most for `timeout` seconds.
+    fn _wait(
         &self,
-        completions: &Completions,
-        future: Py<PyAny>,
         key: String,
         quota: Py<Quota>,
         timeout: f64,
         cost: u64,
         policy: Option<String>,
         on_store_failure: Option<&str>,
-    ) -> PyResult<Task> {
-        let wait = self.wait_for(key, &quota, timeout, cost, policy.clone(), on_store_failure)?;
-        Ok(completions.spawn(&runtime()?, future, wait, |py, decided| {
-            to_decision(py, decided, quota, policy)
-        }))
-    }
-
-    /// Waits until the charge is admitted, at most for `timeout` seconds.
-    #[pyo3(signature = (key, quota, timeout, cost = 1, *, policy = None, on_store_failure = None))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
-    fn wait(
-        &self,
-        py: Python<'_>,
-        key: String,
-        quota: Py<Quota>,
-        timeout: f64,
-        cost: u64,
-        policy: Option<String>,
-        on_store_failure: Option<&str>,
-    ) -> PyResult<Py<PyAny>> {
-        let wait = self.wait_for(key, &quota, timeout, cost, policy.clone(), on_store_failure)?;
-        let (mut wait, runtime) = (Box::pin(wait), runtime()?);
-        loop {
-            let part = async { tokio::time::timeout(SIGNAL_INTERVAL, wait.as_mut()).await };
-            if let Ok(decided) = py.detach(|| runtime.block_on(part)) {
-                return to_decision(py, decided, quota, policy);
-            }
-            py.check_signals()?;
-        }
+    ) -> PyResult<Wait> {
+        let (failure, timeout) = (self.on_store_failure(on_store_failure)?, seconds(timeout)?);
+        let (connection, owned) = (self.connection()?, quota.get().clone());
+        let name = policy.clone();
+        let wait = async move {
+            let policy = name.as_deref();
+            let charge = charge(&key, &owned, cost, policy, failure, Timestamp::ZERO);
+            connection.limiter().await?.wait(&charge, timeout).await
+        };
+        let attached = driver()?.attach();
+        Ok(Wait { decision: Mutex::new(Box::pin(wait)), attached, quota, policy })
     }
 
     /// Decides several charges together, all or nothing.
@@ -263,7 +255,7 @@ impl Limiter {
         action: &str,
         charges: Vec<ChargeArguments>,
         on_store_failure: Option<&str>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let action = to_action(action)?;
         let query = self.prepare(action, charges, on_store_failure)?;
         start_query(completions, future, self, Arc::default(), action, query)
@@ -277,8 +269,8 @@ impl Limiter {
         status: Option<u16>,
     ) -> PyResult<()> {
         let refund = refund(self.connection()?, decisions.0.clone(), status);
-        let runtime = runtime()?;
-        self.detached(py, || runtime.block_on(refund));
+        let driver = driver()?;
+        self.detached(py, || driver.block_on(refund));
         Ok(())
     }
 
@@ -288,10 +280,9 @@ impl Limiter {
         future: Py<PyAny>,
         decisions: &Decisions,
         status: Option<u16>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let refund = refund(self.connection()?, decisions.0.clone(), status);
-        completions.spawn(&runtime()?, future, refund, |py, ()| Ok(py.None()));
-        Ok(())
+        completions.start(future, refund, |py, ()| Ok(py.None()))
     }
 
     /// Time of the limiter's clock, in seconds since the Unix epoch.
@@ -322,7 +313,7 @@ impl Limiter {
         Ok(match connected.get() {
             Some(limiter) => Connection::Ready(limiter.clone()),
             None => {
-                Connection::Pending { builder: builder.clone(), connected, runtime: runtime()? }
+                Connection::Pending { builder: Arc::clone(builder), connected, driver: driver()? }
             }
         })
     }
@@ -336,6 +327,8 @@ impl Limiter {
         given.map_or(Ok(self.on_store_failure), |name| name.parse().map_err(value_error))
     }
 
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     fn decide_charge(
         &self,
         py: Python<'_>,
@@ -343,30 +336,23 @@ impl Limiter {
         charge: &Charge<'_>,
     ) -> PyResult<tidegate::Decision> {
         if let Backend::Memory(limiter) = &self.backend {
+            // It validates acquires itself, and answers without waiting.
+            if let (Action::Acquire, AnyStore::Memory(store)) = (action, limiter.store())
+                && let Outcome::Ready(decided) = store.decide(Action::Acquire, charge)
+            {
+                return decided.map_err(|error| limiter_error(error.into()));
+            }
             return limiter.blocking().decide(action, charge).map_err(limiter_error);
         }
         let connection = self.connection()?;
-        let decided =
-            py.detach(|| connection.limiter_blocking()?.blocking().decide(action, charge));
+        let driver = driver()?;
+        let decided = py.detach(|| {
+            // The fallback starts its recovery there.
+            let _entered = driver.handle().enter();
+            connection.limiter_blocking()?.blocking().decide(action, charge)
+        });
+        logs::flush(py)?;
         decided.map_err(limiter_error)
-    }
-
-    fn wait_for(
-        &self,
-        key: String,
-        quota: &Py<Quota>,
-        timeout: f64,
-        cost: u64,
-        policy: Option<String>,
-        on_store_failure: Option<&str>,
-    ) -> PyResult<impl Future<Output = Result<tidegate::Decision, Error>> + Send + 'static> {
-        let (failure, timeout) = (self.on_store_failure(on_store_failure)?, seconds(timeout)?);
-        let (connection, quota) = (self.connection()?, quota.get().clone());
-        Ok(async move {
-            let policy = policy.as_deref();
-            let charge = charge(&key, &quota, cost, policy, failure, Timestamp::ZERO);
-            connection.limiter().await?.wait(&charge, timeout).await
-        })
     }
 
     fn prepare(
@@ -400,8 +386,8 @@ impl Connection {
     pub(crate) async fn limiter(self) -> Result<AnyLimiter, StoreError> {
         match self {
             Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { builder, connected, runtime } => {
-                connected.get_or_try_init(|| connect(builder, runtime)).await.cloned()
+            Self::Pending { builder, connected, driver } => {
+                connected.get_or_try_init(|| connect(&builder, driver)).await.cloned()
             }
         }
     }
@@ -409,22 +395,84 @@ impl Connection {
     pub(crate) fn limiter_blocking(self) -> Result<AnyLimiter, StoreError> {
         match self {
             Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { ref runtime, .. } => runtime.clone().block_on(self.limiter()),
+            Self::Pending { ref driver, .. } => Arc::clone(driver).block_on(self.limiter()),
         }
     }
 }
 
 /// Waits for the connection, and leaves it to the background if Redis does not answer.
-async fn connect(builder: Builder, runtime: Handle) -> Result<AnyLimiter, StoreError> {
+async fn connect(builder: &Builder, driver: Arc<Driver>) -> Result<AnyLimiter, StoreError> {
     let redis = match tokio::time::timeout(CONNECT_TIMEOUT, builder.clone().connect()).await {
         Ok(Err(error @ StoreError::Misconfigured(_))) => return Err(error),
         Ok(Ok(redis)) => redis,
-        Ok(Err(_)) | Err(_) => builder.connect_in_background()?,
+        // The fallback logs it with the first decision.
+        Ok(Err(_)) | Err(_) => builder.clone().connect_in_background()?,
     };
     let store = Fallback::new(DenyCache::new(redis));
-    Ok(LibraryLimiter::new(AnyStore::Redis { store, runtime }))
+    Ok(LibraryLimiter::new(AnyStore::Redis { store, driver }))
 }
 
+type PendingDecision = Pin<Box<dyn Future<Output = Result<tidegate::Decision, Error>> + Send>>;
+
+/// Wait for units. It is polled only with the GIL held: a fork, which needs the GIL, too, then never
+/// copies a lock of the memory store that is held.
+#[pyclass(frozen, module = "tidegate._tidegate")]
+pub(crate) struct Wait {
+    decision: Mutex<PendingDecision>,
+    attached: Attached,
+    quota: Py<Quota>,
+    policy: Option<String>,
+}
+
+#[pymethods]
+impl Wait {
+    /// Returns the decision, or `None` if `future` will be completed when there is more to do.
+    fn poll(
+        &self,
+        py: Python<'_>,
+        completions: &Completions,
+        future: Py<PyAny>,
+    ) -> PyResult<Option<Decision>> {
+        self.poll_by(py, &completions.waker(future))
+    }
+
+    /// Blocks until the decision.
+    fn block(&self, py: Python<'_>) -> PyResult<Decision> {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        loop {
+            if let Some(decision) = self.poll_by(py, &waker)? {
+                return Ok(decision);
+            }
+            py.detach(|| std::thread::park_timeout(SIGNAL_INTERVAL));
+            py.check_signals()?;
+        }
+    }
+}
+
+impl Wait {
+    fn poll_by(&self, py: Python<'_>, waker: &Waker) -> PyResult<Option<Decision>> {
+        let _entered = self.attached.handle().enter();
+        let mut decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
+        let Poll::Ready(decided) = decision.as_mut().poll(&mut Context::from_waker(waker)) else {
+            return Ok(None);
+        };
+        logs::flush(py)?;
+        let answer = decided.map_err(limiter_error)?;
+        let (quota, policy) = (Some(self.quota.clone_ref(py)), self.policy.as_deref());
+        Ok(Some(Decision { answer, quota, policy: policy.map(Into::into), is_shadow: false }))
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "48 ns per decision, as a goal wants")]
 fn charge<'a>(
     key: &'a str,
     quota: &'a Quota,
@@ -450,7 +498,7 @@ fn to_decision(
     policy: Option<String>,
 ) -> PyResult<Py<PyAny>> {
     let decision = Decision {
-        decision: decided.map_err(limiter_error)?,
+        answer: decided.map_err(limiter_error)?,
         quota: Some(quota),
         policy: policy.map(Into::into),
         is_shadow: false,

@@ -16,7 +16,8 @@ use crate::aio::Completions;
 use crate::decision::Decisions;
 use crate::error::{query_error, value_error};
 use crate::limiter::{Connection, Limiter, to_action};
-use crate::process::runtime;
+use crate::logs;
+use crate::process::driver;
 
 #[pyclass(frozen, module = "tidegate")]
 pub(crate) struct Policies(Arc<tidegate::Policies>);
@@ -129,7 +130,7 @@ impl PolicyLimiter {
         action: &str,
         attributes: BTreeMap<String, String>,
         cost: Option<u64>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let request = Request::Attributes { attributes, cost };
         let policies = Arc::clone(&self.policies);
         start_query(completions, future, self.limiter.get(), policies, to_action(action)?, request)
@@ -146,7 +147,7 @@ impl PolicyLimiter {
         completions: &Completions,
         future: Py<PyAny>,
         request: HttpRequest,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let request = self.http_request(request)?;
         let policies = Arc::clone(&self.policies);
         start_query(completions, future, self.limiter.get(), policies, Action::Acquire, request)
@@ -186,9 +187,10 @@ pub(crate) fn decide_query(
     action: Action,
     request: Request,
 ) -> PyResult<Decisions> {
-    let (connection, runtime, timeout) = (limiter.connection()?, runtime()?, limiter.timeout);
+    let (connection, driver, timeout) = (limiter.connection()?, driver()?, limiter.timeout);
     let query = decide(connection, timeout, policies, action, request);
-    let decided = limiter.detached(py, || runtime.block_on(query));
+    let decided = limiter.detached(py, || driver.block_on(query));
+    logs::flush(py)?;
     decided.map(Decisions).map_err(query_error)
 }
 
@@ -200,12 +202,11 @@ pub(crate) fn start_query(
     policies: Arc<tidegate::Policies>,
     action: Action,
     request: Request,
-) -> PyResult<()> {
+) -> PyResult<bool> {
     let query = decide(limiter.connection()?, limiter.timeout, policies, action, request);
-    completions.spawn(&runtime()?, future, query, |py, decided| {
+    completions.start(future, query, |py, decided| {
         Ok(Py::new(py, decided.map(Decisions).map_err(query_error)?)?.into_any())
-    });
-    Ok(())
+    })
 }
 
 async fn decide(

@@ -78,7 +78,12 @@ impl Quota {
     }
 
     fn __repr__(&self) -> String {
-        let (limit, window) = (self.0.limit(), duration::readable(self.0.window()));
+        let (limit, micros) = (self.0.limit(), self.0.window().as_micros());
+        let units =
+            [(86_400_000_000, "d"), (3_600_000_000, "h"), (60_000_000, "m"), (1_000_000, "s")];
+        let exact = units.into_iter().find(|(unit, _)| micros % unit == 0);
+        let (unit, name) = exact.unwrap_or((1, "us"));
+        let window = format!("{}{name}", micros / unit);
         let burst = match self.0.burst() {
             burst if burst == limit => String::new(),
             burst => format!(", burst={burst}"),

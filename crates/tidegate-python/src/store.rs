@@ -1,21 +1,23 @@
 //! [`AnyStore`]: memory or Redis, as the URL of a limiter says.
 
 use std::future::Future;
+use std::sync::Arc;
 
 use futures_util::future::Either;
 use tidegate::{
     Action, BlockingStore, Charge, Clock, Decision, MemoryStore, Outcome, ResilientRedis, Store,
     StoreError,
 };
-use tokio::runtime::Handle;
 
+use crate::process::Driver;
+
+#[expect(clippy::large_enum_variant, reason = "a process has few of them")]
 pub(crate) enum AnyStore {
     Memory(MemoryStore),
-    Redis { store: ResilientRedis, runtime: Handle },
+    Redis { store: ResilientRedis, driver: Arc<Driver> },
 }
 
 impl Store for AnyStore {
-    #[inline]
     fn decide(
         &self,
         action: Action,
@@ -76,8 +78,7 @@ impl BlockingStore for AnyStore {
     ) -> Result<T, StoreError> {
         match self {
             Self::Memory(store) => store.block_on(call),
-            // Python threads are never threads of the runtime.
-            Self::Redis { runtime, .. } => runtime.block_on(call),
+            Self::Redis { driver, .. } => driver.block_on(call),
         }
     }
 }

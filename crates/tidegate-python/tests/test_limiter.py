@@ -130,7 +130,10 @@ def test_wait_sleeps_by_the_clock() -> None:
     quota = Quota("100/second", burst=1, algorithm="token-bucket")
     limiter = Limiter()
     assert all(limiter.wait("crawl", quota, 1) for _ in range(3))
-    assert not limiter.wait("slow", Quota("1/hour"), 0, 1) is None
+    hourly = Quota("1/hour")
+    assert limiter.allow("slow", hourly) is True
+    assert limiter.allow("slow", hourly) is False
+    assert not limiter.wait("slow", hourly, 1), "denied without a wait that cannot help"
 
 
 def test_aio_has_the_same_calls() -> None:

@@ -7,6 +7,8 @@
     (True, 99)
 """
 
+import os as _os
+
 from ._limiter import Limiter, PolicyLimiter
 from ._tidegate import (
     ClientIp,
@@ -17,7 +19,10 @@ from ._tidegate import (
     Quota,
     StoreError,
     __version__,
+    _after_fork,
 )
+
+_os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = [
     "ClientIp",

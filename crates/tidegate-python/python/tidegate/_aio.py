@@ -7,7 +7,6 @@ no units afterwards.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +15,25 @@ from ._tidegate import Completions, Decision, Decisions, Quota
 if TYPE_CHECKING:
     from ._limiter import Charge, Limiter, PolicyLimiter, Request
 
-_completions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Completions] = (
-    weakref.WeakKeyDictionary()
-)
 
-
-def _start(start: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
-    """Starts a call, and returns the future of its answer."""
-    loop = asyncio.get_running_loop()
-    completions = _completions.get(loop)
-    if completions is None:
-        completions = _completions[loop] = Completions()
+def _completions_of(loop: Any) -> Completions:
+    """Returns the answers for a loop, of which it owns the only reference."""
+    try:
+        return loop._tidegate
+    except AttributeError:
+        completions = loop._tidegate = Completions()
         loop.add_reader(completions.fileno(), completions.drain)
+        return completions
+
+
+def _start(start: Callable[..., bool], *arguments: object) -> asyncio.Future[Any]:
+    """Starts a call at the end of this iteration of the loop, and returns the future of its
+    answer."""
+    loop = asyncio.get_running_loop()
     future = loop.create_future()
-    start(completions, future, *arguments)
+    completions = _completions_of(loop)
+    if start(completions, future, *arguments):
+        loop.call_soon(completions.submit)
     return future
 
 
@@ -51,7 +55,12 @@ class AsyncLimiter:
         on_store_failure: str | None = None,
     ) -> Decision:
         """Takes units of the quota for this key, or denies."""
-        return await self._decide("acquire", key, quota, cost, policy, on_store_failure, None)
+        limiter = self._limiter
+        if limiter.is_memory:
+            return limiter._decide("acquire", key, quota, cost, policy, on_store_failure, None)
+        return await _start(
+            limiter._start, "acquire", key, quota, cost, policy, on_store_failure, None
+        )
 
     async def peek(
         self,
@@ -107,17 +116,14 @@ class AsyncLimiter:
         on_store_failure: str | None = None,
     ) -> Decision:
         """Waits until the charge is admitted, at most for ``timeout`` seconds."""
-        task = None
-
-        def start(*arguments: Any) -> None:
-            nonlocal task
-            task = self._limiter._start_wait(*arguments)
-
-        future = _start(start, key, quota, timeout, cost, policy, on_store_failure)
-        try:
-            return await future
-        finally:
-            task.cancel()
+        wait = self._limiter._wait(key, quota, timeout, cost, policy, on_store_failure)
+        loop = asyncio.get_running_loop()
+        while True:
+            woken = loop.create_future()
+            decision = wait.poll(_completions_of(loop), woken)
+            if decision is not None:
+                return decision
+            await woken
 
     async def acquire_all(
         self, charges: Sequence[Charge], *, on_store_failure: str | None = None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from . import _tidegate
-from ._aio import AsyncLimiter, AsyncPolicyLimiter
 from ._tidegate import Decision, Decisions, Quota
+
+if TYPE_CHECKING:
+    from ._aio import AsyncLimiter, AsyncPolicyLimiter
 
 # Key and quota of a charge, and perhaps its cost and the policy that it counts under.
 Charge = (
@@ -30,9 +33,13 @@ class Limiter(_tidegate.Limiter):
     ``StoreError``.
     """
 
+    __slots__ = ()
+
     @property
     def aio(self) -> AsyncLimiter:
-        """The same calls for asyncio."""
+        """The same calls for asyncio, whose import takes longer than that of this package."""
+        from ._aio import AsyncLimiter
+
         return AsyncLimiter(self)
 
     def peek(
@@ -77,6 +84,20 @@ class Limiter(_tidegate.Limiter):
         """Deletes the count of a key."""
         self._decide("reset", key, quota, 1, policy, None, None)
 
+    def wait(
+        self,
+        key: str,
+        quota: Quota,
+        timeout: float,
+        cost: int = 1,
+        *,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Decision:
+        """Waits until the charge is admitted, at most for ``timeout`` seconds. If that is not
+        enough, it is denied at once."""
+        return self._wait(key, quota, timeout, cost, policy, on_store_failure).block()
+
     def acquire_all(
         self, charges: Sequence[Charge], *, on_store_failure: str | None = None
     ) -> Decisions:
@@ -93,11 +114,13 @@ class Limiter(_tidegate.Limiter):
 class PolicyLimiter(_tidegate.PolicyLimiter):
     """Decides requests by the policies of a file that apply to them, all or nothing."""
 
-    limiter: Limiter
+    __slots__ = ()
 
     @property
     def aio(self) -> AsyncPolicyLimiter:
         """The same calls for asyncio."""
+        from ._aio import AsyncPolicyLimiter
+
         return AsyncPolicyLimiter(self)
 
     def acquire(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:
