@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -13,7 +12,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from conftest import Server, until
@@ -21,7 +20,7 @@ from tidegate import Limiter, Quota
 
 # More than any of these tests takes: no unit is denied, and each decision needs Redis.
 PLENTY = Quota("1_000_000/hour", algorithm="token-bucket")
-CHILD_TIMEOUT = 20
+CHILD_TIMEOUT = 10
 FORKS = 20
 THREADS = 8
 FROM_REDIS = {"store", "deny-cache"}
@@ -29,7 +28,7 @@ FROM_REDIS = {"store", "deny-cache"}
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
 
-def fork(child: Callable[[], None]) -> int:
+def fork(child: Callable[[], object]) -> int:
     """Forks, and returns the id of the child, which ends with status 0 if it raises nothing."""
     process = os.fork()
     if process:
@@ -130,6 +129,15 @@ def check_limiter(limiter: Limiter) -> None:
     assert len(sources) == 4 and set(sources) <= FROM_REDIS
 
 
+def check_script(script: str) -> None:
+    """Runs a script, which ends in time and writes nothing to stderr."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        timeout=2 * CHILD_TIMEOUT, capture_output=True, text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_fork_under_load(redis_server: Server) -> None:
     limiter = Limiter(redis_server.redis_url, timeout=10)
     with Load(limiter) as load:
@@ -197,22 +205,41 @@ def test_prefork_workers_share_one_limit(redis_server: Server, is_used_before: b
     assert not limiter.acquire("client", quota)
 
 
-@contextlib.contextmanager
-def waiting_thread(limiter: Limiter, quota: Quota) -> Iterator[None]:
-    """A thread that waits in memory, without the GIL."""
-    ended = threading.Event()
+def test_fork_that_python_does_not_see(redis_server: Server) -> None:
+    """uWSGI forks in C, and by default calls no hook of Python."""
+    script = textwrap.dedent(f"""
+        import ctypes, os, signal, sys
+        from tidegate import Limiter, Quota
+        limiter, quota = Limiter({redis_server.redis_url!r}, timeout=10), Quota("9/hour")
+        assert limiter.acquire("client", quota).source == "store"
+        child = ctypes.PyDLL(None).fork()
+        if child == 0:
+            signal.alarm({CHILD_TIMEOUT})
+            os._exit(0 if limiter.acquire("client", quota).source == "store" else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert limiter.acquire("client", quota).remaining == 6
+    """)
+    check_script(script)
 
-    def wait() -> None:
-        while not ended.is_set():
-            limiter.wait("waiting", quota, 0.001)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def test_hook_that_was_registered_before_the_import(redis_server: Server) -> None:
+    """Hooks run in the order of their registration."""
+    script = textwrap.dedent(f"""
+        import os, signal
+        def use_limiter():
+            signal.alarm({CHILD_TIMEOUT})
+            assert limiter.acquire("client", quota).source == "store"
+        os.register_at_fork(after_in_child=use_limiter)
+        from tidegate import Limiter, Quota
+        limiter, quota = Limiter({redis_server.redis_url!r}, timeout=10), Quota("9/hour")
+        assert limiter.acquire("client", quota).source == "store"
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert limiter.acquire("client", quota).remaining == 6
+    """)
+    check_script(script)
 
 
 def test_memory_is_copied() -> None:
@@ -222,10 +249,34 @@ def test_memory_is_copied() -> None:
     def child() -> None:
         assert [bool(limiter.acquire("client", quota)) for _ in range(7)] == [True] * 6 + [False]
 
-    with waiting_thread(limiter, Quota("1000/second")):
-        for _ in range(FORKS):
-            join(fork(child))
+    for _ in range(FORKS):
+        join(fork(child))
     assert limiter.acquire("client", quota).remaining == 5
+
+
+def test_fork_while_threads_wait_in_memory() -> None:
+    """No lock of the store is held in the child by a thread that does not exist there."""
+    limiter, ended = Limiter(), threading.Event()
+
+    def wait() -> None:
+        while not ended.is_set():
+            limiter.wait("client", PLENTY, 0)
+
+    async def wait_in_a_loop() -> None:
+        while not ended.is_set():
+            await asyncio.gather(*(limiter.aio.wait("client", PLENTY, 0) for _ in range(8)))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(wait_in_a_loop())))
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            join(fork(lambda: limiter.acquire("client", PLENTY)))
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "pass", "del limiter; gc.collect()"])
@@ -262,8 +313,4 @@ def test_processes_end(redis_server: Server, ending: str) -> None:
         thread.join()
         assert limiter.acquire("client", plenty).source == "store"
     """)
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        timeout=2 * CHILD_TIMEOUT, capture_output=True, text=True,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    check_script(script)
