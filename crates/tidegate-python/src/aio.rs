@@ -9,13 +9,16 @@ use std::future::Future;
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::logs;
 use crate::process::driver;
@@ -25,13 +28,19 @@ type Answer = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
 
 /// Answer for a future of asyncio.
 struct Completion {
-    future: Py<PyAny>,
+    call: u64,
     answer: Answer,
 }
 
-/// Answers for the futures of one event loop.
+/// Calls of one event loop, and their answers.
 #[pyclass(frozen, module = "tidegate._tidegate")]
-pub(crate) struct Completions(Arc<Queue>);
+pub(crate) struct Completions {
+    queue: Arc<Queue>,
+    /// Futures by the number of their call. They refer to the loop, which owns this object: the
+    /// garbage collector has to see them, or a loop that ends with open calls is never freed.
+    futures: Py<PyDict>,
+    calls: AtomicU64,
+}
 
 struct Queue {
     /// Calls of this iteration of the loop.
@@ -55,25 +64,26 @@ impl Queue {
 #[pymethods]
 impl Completions {
     #[new]
-    fn new() -> PyResult<Self> {
+    fn new(py: Python<'_>) -> PyResult<Self> {
         let (reader, writer) = UnixStream::pair()?;
         reader.set_nonblocking(true)?;
         writer.set_nonblocking(true)?;
-        Ok(Self(Arc::new(Queue {
-            started: Mutex::default(),
-            done: Mutex::default(),
-            reader,
-            writer,
-        })))
+        let (started, done) = (Mutex::default(), Mutex::default());
+        let queue = Arc::new(Queue { started, done, reader, writer });
+        Ok(Self { queue, futures: PyDict::new(py).unbind(), calls: AtomicU64::new(0) })
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.futures)
     }
 
     fn fileno(&self) -> i32 {
-        self.0.reader.as_raw_fd()
+        self.queue.reader.as_raw_fd()
     }
 
     /// Starts the calls of this iteration: one wake-up of the runtime for all.
     fn submit(&self) -> PyResult<()> {
-        let started = std::mem::take(&mut *lock(&self.0.started));
+        let started = std::mem::take(&mut *lock(&self.queue.started));
         driver()?.handle().spawn(async {
             for call in started {
                 tokio::spawn(call);
@@ -84,10 +94,10 @@ impl Completions {
 
     /// Completes the futures whose answers have arrived.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
-        let _ = (&self.0.reader).read(&mut [0; 16]);
-        let done = std::mem::take(&mut *lock(&self.0.done));
-        for Completion { future, answer } in done {
-            let future = future.bind(py);
+        let _ = (&self.queue.reader).read(&mut [0; 16]);
+        let done = std::mem::take(&mut *lock(&self.queue.done));
+        for Completion { call, answer } in done {
+            let future = self.futures.bind(py).call_method1(intern!(py, "pop"), (call,))?;
             // Cancelled: what was charged stays charged.
             if future.call_method0(intern!(py, "done"))?.is_truthy()? {
                 continue;
@@ -102,45 +112,62 @@ impl Completions {
 }
 
 impl Completions {
+    /// Returns the number of the call that completes `future`.
+    fn add(&self, future: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        self.futures.bind(future.py()).set_item(call, future)?;
+        Ok(call)
+    }
+
     /// Adds a call that the next [`submit`](Self::submit) starts; its answer completes `future`.
     /// Returns whether it is the first.
     pub(crate) fn start<T: Send + 'static>(
         &self,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
         call: impl Future<Output = T> + Send + 'static,
         to_python: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
     ) -> PyResult<bool> {
-        let (queue, attached) = (Arc::clone(&self.0), driver()?.attach());
+        let (queue, attached) = (Arc::clone(&self.queue), driver()?.attach());
+        let number = self.add(future)?;
         let call = async move {
             let answer = call.await;
             drop(attached);
-            queue.push(Completion { future, answer: Box::new(|py| to_python(py, answer)) });
+            queue.push(Completion { call: number, answer: Box::new(|py| to_python(py, answer)) });
         };
-        let mut started = lock(&self.0.started);
+        let mut started = lock(&self.queue.started);
         started.push(call.boxed());
         Ok(started.len() == 1)
     }
 
-    /// Returns a waker that completes `future`.
-    pub(crate) fn waker(&self, future: Py<PyAny>) -> Waker {
-        Waker::from(Arc::new(FutureWaker {
-            queue: Arc::clone(&self.0),
-            future: Mutex::new(Some(future)),
-        }))
+    /// Returns a waker that completes `future` when it is woken or dropped.
+    pub(crate) fn waker(&self, future: &Bound<'_, PyAny>) -> PyResult<Waker> {
+        let (queue, call) = (Arc::clone(&self.queue), Mutex::new(Some(self.add(future)?)));
+        Ok(Waker::from(Arc::new(FutureWaker { queue, call })))
     }
 }
 
 struct FutureWaker {
     queue: Arc<Queue>,
-    future: Mutex<Option<Py<PyAny>>>,
+    call: Mutex<Option<u64>>,
+}
+
+impl FutureWaker {
+    fn complete(&self) {
+        if let Some(call) = lock(&self.call).take() {
+            self.queue.push(Completion { call, answer: Box::new(|py| Ok(py.None())) });
+        }
+    }
 }
 
 impl Wake for FutureWaker {
     fn wake(self: Arc<Self>) {
-        let future = lock(&self.future).take();
-        if let Some(future) = future {
-            self.queue.push(Completion { future, answer: Box::new(|py| Ok(py.None())) });
-        }
+        self.complete();
+    }
+}
+
+impl Drop for FutureWaker {
+    fn drop(&mut self) {
+        self.complete();
     }
 }
 

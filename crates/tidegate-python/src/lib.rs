@@ -28,8 +28,6 @@ mod extension {
     #[pymodule_export]
     use super::policies::{ClientIp, Policies, PolicyLimiter};
     #[pymodule_export]
-    use super::process::_after_fork;
-    #[pymodule_export]
     use super::quota::Quota;
     #[pymodule_init]
     #[expect(clippy::unnecessary_wraps, reason = "as PyO3 wants it")]

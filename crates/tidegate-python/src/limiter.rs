@@ -189,7 +189,7 @@ impl Limiter {
     fn _start(
         &self,
         completions: &Completions,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
         action: &str,
         key: String,
         quota: Py<Quota>,
@@ -251,7 +251,7 @@ impl Limiter {
     fn _start_all(
         &self,
         completions: &Completions,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
         action: &str,
         charges: Vec<ChargeArguments>,
         on_store_failure: Option<&str>,
@@ -277,7 +277,7 @@ impl Limiter {
     fn _start_refund_all(
         &self,
         completions: &Completions,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
         decisions: &Decisions,
         status: Option<u16>,
     ) -> PyResult<bool> {
@@ -345,7 +345,7 @@ impl Limiter {
             return limiter.blocking().decide(action, charge).map_err(limiter_error);
         }
         let connection = self.connection()?;
-        let driver = driver()?;
+        let driver = connection.driver()?;
         let decided = py.detach(|| {
             // The fallback starts its recovery there.
             let _entered = driver.handle().enter();
@@ -392,6 +392,16 @@ impl Connection {
         }
     }
 
+    fn driver(&self) -> PyResult<Arc<Driver>> {
+        match self {
+            Self::Pending { driver, .. } => Ok(Arc::clone(driver)),
+            Self::Ready(limiter) => match limiter.store() {
+                AnyStore::Redis { driver, .. } => Ok(Arc::clone(driver)),
+                AnyStore::Memory(_) => driver(),
+            },
+        }
+    }
+
     pub(crate) fn limiter_blocking(self) -> Result<AnyLimiter, StoreError> {
         match self {
             Self::Ready(limiter) => Ok(limiter),
@@ -431,9 +441,9 @@ impl Wait {
         &self,
         py: Python<'_>,
         completions: &Completions,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Decision>> {
-        self.poll_by(py, &completions.waker(future))
+        self.poll_by(py, &completions.waker(future)?)
     }
 
     /// Blocks until the decision.

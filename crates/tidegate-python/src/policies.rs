@@ -126,7 +126,7 @@ impl PolicyLimiter {
     fn _start(
         &self,
         completions: &Completions,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
         action: &str,
         attributes: BTreeMap<String, String>,
         cost: Option<u64>,
@@ -145,7 +145,7 @@ impl PolicyLimiter {
     fn _start_request(
         &self,
         completions: &Completions,
-        future: Py<PyAny>,
+        future: &Bound<'_, PyAny>,
         request: HttpRequest,
     ) -> PyResult<bool> {
         let request = self.http_request(request)?;
@@ -197,7 +197,7 @@ pub(crate) fn decide_query(
 /// Decides a query for a future of asyncio.
 pub(crate) fn start_query(
     completions: &Completions,
-    future: Py<PyAny>,
+    future: &Bound<'_, PyAny>,
     limiter: &Limiter,
     policies: Arc<tidegate::Policies>,
     action: Action,

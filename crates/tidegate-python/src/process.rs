@@ -15,24 +15,11 @@ use pyo3::prelude::*;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Notify;
 
-/// Number of forks between the first process and this one.
-static FORKS: AtomicU64 = AtomicU64::new(0);
-
-/// Called by Python in the child of a fork.
-#[pyfunction]
-pub(crate) fn _after_fork() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
-}
-
-fn process() -> u64 {
-    FORKS.load(Ordering::Relaxed)
-}
-
 /// Value that each process creates for itself.
 pub(crate) struct PerProcess<T>(ArcSwapOption<Owned<T>>);
 
 struct Owned<T> {
-    process: u64,
+    process: u32,
     value: Arc<T>,
 }
 
@@ -43,7 +30,7 @@ impl<T> PerProcess<T> {
 
     /// Returns the value of this process, and creates it first if there is none.
     pub(crate) fn get(&self, create: impl FnOnce() -> PyResult<T>) -> PyResult<Arc<T>> {
-        let process = process();
+        let process = std::process::id();
         let current = self.0.load();
         if let Some(owned) = current.as_ref().filter(|owned| owned.process == process) {
             return Ok(Arc::clone(&owned.value));
@@ -64,7 +51,7 @@ impl<T> PerProcess<T> {
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
         let current = self.0.load_full();
-        if current.as_ref().is_some_and(|owned| owned.process != process()) {
+        if current.as_ref().is_some_and(|owned| owned.process != std::process::id()) {
             std::mem::forget(current);
         }
     }

@@ -7,8 +7,6 @@
     (True, 99)
 """
 
-import os as _os
-
 from ._limiter import Limiter, PolicyLimiter
 from ._tidegate import (
     ClientIp,
@@ -19,10 +17,7 @@ from ._tidegate import (
     Quota,
     StoreError,
     __version__,
-    _after_fork,
 )
-
-_os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = [
     "ClientIp",

@@ -4,8 +4,6 @@ from typing import Any, Literal, final
 
 __version__: str
 
-def _after_fork() -> None: ...
-
 _Algorithm = Literal[
     "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"
 ]
