@@ -6,14 +6,17 @@
 use pyo3::prelude::*;
 
 mod aio;
+mod connection;
 mod decision;
 mod error;
 mod limiter;
 mod logs;
 mod policies;
 mod process;
+mod query;
 mod quota;
 mod store;
+mod wait;
 
 #[pymodule(name = "_tidegate", gil_used = false)]
 mod extension {

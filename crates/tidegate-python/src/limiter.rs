@@ -1,53 +1,38 @@
 //! `Limiter`: decides charges in memory or on Redis.
 
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use tidegate::store::redis::{Builder, Tls};
 use tidegate::{
-    Action, Charge, Clock as _, DEFAULT_QUERY_TIMEOUT, DenyCache, Error, Fallback,
-    Limiter as LibraryLimiter, MemoryStore, OnStoreFailure, Outcome, PreparedCharge, RedisStore,
-    Store as _, StoreError, SystemClock, Timestamp,
+    Action, Charge, Clock as _, DEFAULT_QUERY_TIMEOUT, Error, Limiter as LibraryLimiter,
+    MemoryStore, OnStoreFailure, Outcome, Policies, PreparedCharge, RedisStore, Store as _,
+    SystemClock, Timestamp,
 };
 use tokio::sync::OnceCell;
 
 use crate::aio::Completions;
+use crate::connection::{AnyLimiter, Connection};
 use crate::decision::{Decision, Decisions};
 use crate::error::{limiter_error, value_error};
 use crate::logs;
-use crate::policies::{Request, decide_query, refund, start_query};
-use crate::process::{Attached, Driver, PerProcess, driver};
+use crate::process::{PerProcess, driver};
+use crate::query::{Query, Request, refund};
 use crate::quota::{Quota, seconds};
 use crate::store::AnyStore;
-
-/// Time for which the first call of a process waits for the connection. Afterwards Redis counts as
-/// down, until it is connected in the background.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval at which a blocking wait looks for signals, such as that of Ctrl-C.
-const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
-
-pub(crate) type AnyLimiter = LibraryLimiter<AnyStore>;
+use crate::wait::Wait;
 
 #[pyclass(frozen, subclass, module = "tidegate")]
 pub(crate) struct Limiter {
     backend: Backend,
     on_store_failure: OnStoreFailure,
-    pub(crate) timeout: Duration,
+    timeout: Duration,
 }
 
 enum Backend {
     Memory(AnyLimiter),
     Redis { builder: Arc<Builder>, connected: PerProcess<OnceCell<AnyLimiter>> },
-}
-
-/// Limiter of this process, which may have to connect first.
-pub(crate) enum Connection {
-    Ready(AnyLimiter),
-    Pending { builder: Arc<Builder>, connected: Arc<OnceCell<AnyLimiter>>, driver: Arc<Driver> },
 }
 
 /// Key, quota, and perhaps cost and policy of a charge.
@@ -226,8 +211,7 @@ impl Limiter {
             let charge = charge(&key, &owned, cost, policy, failure, Timestamp::ZERO);
             connection.limiter().await?.wait(&charge, timeout).await
         };
-        let attached = driver()?.attach();
-        Ok(Wait { decision: Mutex::new(Box::pin(wait)), attached, quota, policy })
+        Wait::new(wait, quota, policy)
     }
 
     /// Decides several charges together, all or nothing.
@@ -239,13 +223,7 @@ impl Limiter {
         on_store_failure: Option<&str>,
     ) -> PyResult<Decisions> {
         let action = to_action(action)?;
-        decide_query(
-            py,
-            self,
-            Arc::default(),
-            action,
-            self.prepare(action, charges, on_store_failure)?,
-        )
+        self.prepare(action, charges, on_store_failure)?.decide(py)
     }
 
     fn _start_all(
@@ -257,8 +235,7 @@ impl Limiter {
         on_store_failure: Option<&str>,
     ) -> PyResult<bool> {
         let action = to_action(action)?;
-        let query = self.prepare(action, charges, on_store_failure)?;
-        start_query(completions, future, self, Arc::default(), action, query)
+        self.prepare(action, charges, on_store_failure)?.start(completions, future)
     }
 
     /// Returns the units of a request that failed, or those of the policies that refund this status.
@@ -268,10 +245,8 @@ impl Limiter {
         decisions: &Decisions,
         status: Option<u16>,
     ) -> PyResult<()> {
-        let refund = refund(self.connection()?, decisions.0.clone(), status);
-        let driver = driver()?;
-        self.detached(py, || driver.block_on(refund));
-        Ok(())
+        let connection = self.connection()?;
+        connection.clone().block_on(py, refund(connection, decisions.0.clone(), status))
     }
 
     fn _start_refund_all(
@@ -303,7 +278,7 @@ impl Limiter {
 }
 
 impl Limiter {
-    pub(crate) fn connection(&self) -> PyResult<Connection> {
+    fn connection(&self) -> PyResult<Connection> {
         let (builder, connected) = match &self.backend {
             Backend::Memory(limiter) => return Ok(Connection::Ready(limiter.clone())),
             Backend::Redis { builder, connected } => {
@@ -318,9 +293,14 @@ impl Limiter {
         })
     }
 
-    /// Runs a call without the GIL, if it may wait for Redis.
-    pub(crate) fn detached<T: Send>(&self, py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
-        if self.is_memory() { call() } else { py.detach(call) }
+    pub(crate) fn query(
+        &self,
+        policies: Arc<Policies>,
+        action: Action,
+        request: Request,
+    ) -> PyResult<Query> {
+        let (connection, timeout) = (self.connection()?, self.timeout);
+        Ok(Query { connection, timeout, policies, action, request })
     }
 
     fn on_store_failure(&self, given: Option<&str>) -> PyResult<OnStoreFailure> {
@@ -360,7 +340,7 @@ impl Limiter {
         action: Action,
         charges: Vec<ChargeArguments>,
         on_store_failure: Option<&str>,
-    ) -> PyResult<Request> {
+    ) -> PyResult<Query> {
         let failure = self.on_store_failure(on_store_failure)?;
         let charges = charges.into_iter().map(|arguments| {
             let (key, quota, cost, policy) = match arguments {
@@ -377,107 +357,7 @@ impl Limiter {
                 .with_action(action)
                 .with_on_store_failure(failure)
         });
-        Ok(Request::Charges(charges.collect()))
-    }
-}
-
-impl Connection {
-    /// Connects, at the first call of the process.
-    pub(crate) async fn limiter(self) -> Result<AnyLimiter, StoreError> {
-        match self {
-            Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { builder, connected, driver } => {
-                connected.get_or_try_init(|| connect(&builder, driver)).await.cloned()
-            }
-        }
-    }
-
-    fn driver(&self) -> PyResult<Arc<Driver>> {
-        match self {
-            Self::Pending { driver, .. } => Ok(Arc::clone(driver)),
-            Self::Ready(limiter) => match limiter.store() {
-                AnyStore::Redis { driver, .. } => Ok(Arc::clone(driver)),
-                AnyStore::Memory(_) => driver(),
-            },
-        }
-    }
-
-    pub(crate) fn limiter_blocking(self) -> Result<AnyLimiter, StoreError> {
-        match self {
-            Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { ref driver, .. } => Arc::clone(driver).block_on(self.limiter()),
-        }
-    }
-}
-
-/// Waits for the connection, and leaves it to the background if Redis does not answer.
-async fn connect(builder: &Builder, driver: Arc<Driver>) -> Result<AnyLimiter, StoreError> {
-    let redis = match tokio::time::timeout(CONNECT_TIMEOUT, builder.clone().connect()).await {
-        Ok(Err(error @ StoreError::Misconfigured(_))) => return Err(error),
-        Ok(Ok(redis)) => redis,
-        // The fallback logs it with the first decision.
-        Ok(Err(_)) | Err(_) => builder.clone().connect_in_background()?,
-    };
-    let store = Fallback::new(DenyCache::new(redis));
-    Ok(LibraryLimiter::new(AnyStore::Redis { store, driver }))
-}
-
-type PendingDecision = Pin<Box<dyn Future<Output = Result<tidegate::Decision, Error>> + Send>>;
-
-/// Wait for units. It is polled only with the GIL held: a fork, which needs the GIL, too, then never
-/// copies a lock of the memory store that is held.
-#[pyclass(frozen, module = "tidegate._tidegate")]
-pub(crate) struct Wait {
-    decision: Mutex<PendingDecision>,
-    attached: Attached,
-    quota: Py<Quota>,
-    policy: Option<String>,
-}
-
-#[pymethods]
-impl Wait {
-    /// Returns the decision, or `None` if `future` will be completed when there is more to do.
-    fn poll(
-        &self,
-        py: Python<'_>,
-        completions: &Completions,
-        future: &Bound<'_, PyAny>,
-    ) -> PyResult<Option<Decision>> {
-        self.poll_by(py, &completions.waker(future)?)
-    }
-
-    /// Blocks until the decision.
-    fn block(&self, py: Python<'_>) -> PyResult<Decision> {
-        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-        loop {
-            if let Some(decision) = self.poll_by(py, &waker)? {
-                return Ok(decision);
-            }
-            py.detach(|| std::thread::park_timeout(SIGNAL_INTERVAL));
-            py.check_signals()?;
-        }
-    }
-}
-
-impl Wait {
-    fn poll_by(&self, py: Python<'_>, waker: &Waker) -> PyResult<Option<Decision>> {
-        let _entered = self.attached.handle().enter();
-        let mut decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
-        let Poll::Ready(decided) = decision.as_mut().poll(&mut Context::from_waker(waker)) else {
-            return Ok(None);
-        };
-        logs::flush(py)?;
-        let answer = decided.map_err(limiter_error)?;
-        let (quota, policy) = (Some(self.quota.clone_ref(py)), self.policy.as_deref());
-        Ok(Some(Decision { answer, quota, policy: policy.map(Into::into), is_shadow: false }))
-    }
-}
-
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
+        self.query(Arc::default(), action, Request::Charges(charges.collect()))
     }
 }
 

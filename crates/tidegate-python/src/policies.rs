@@ -4,20 +4,16 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use http::request::Parts;
 use ipnet::IpNet;
 use pyo3::prelude::*;
-use tidegate::layer::{CustomAttributes, RequestParts};
-use tidegate::{Action, PolicyDecisions, PreparedCharge, Query, QueryError};
+use tidegate::layer::CustomAttributes;
 
 use crate::aio::Completions;
 use crate::decision::Decisions;
-use crate::error::{query_error, value_error};
-use crate::limiter::{Connection, Limiter, to_action};
-use crate::logs;
-use crate::process::driver;
+use crate::error::value_error;
+use crate::limiter::{Limiter, to_action};
+use crate::query::{Query, Request};
 
 #[pyclass(frozen, module = "tidegate")]
 pub(crate) struct Policies(Arc<tidegate::Policies>);
@@ -83,13 +79,6 @@ impl ClientIp {
     }
 }
 
-/// Whom and what a query is about.
-pub(crate) enum Request {
-    Charges(Vec<PreparedCharge<'static>>),
-    Attributes { attributes: BTreeMap<String, String>, cost: Option<u64> },
-    Http { parts: Box<Parts>, peer: Option<IpAddr>, client_ip: Arc<tidegate::ClientIp> },
-}
-
 #[pyclass(frozen, subclass, module = "tidegate")]
 pub(crate) struct PolicyLimiter {
     limiter: Py<Limiter>,
@@ -118,9 +107,7 @@ impl PolicyLimiter {
         attributes: BTreeMap<String, String>,
         cost: Option<u64>,
     ) -> PyResult<Decisions> {
-        let request = Request::Attributes { attributes, cost };
-        let policies = Arc::clone(&self.policies);
-        decide_query(py, self.limiter.get(), policies, to_action(action)?, request)
+        self.query(action, Request::Attributes { attributes, cost })?.decide(py)
     }
 
     fn _start(
@@ -131,15 +118,11 @@ impl PolicyLimiter {
         attributes: BTreeMap<String, String>,
         cost: Option<u64>,
     ) -> PyResult<bool> {
-        let request = Request::Attributes { attributes, cost };
-        let policies = Arc::clone(&self.policies);
-        start_query(completions, future, self.limiter.get(), policies, to_action(action)?, request)
+        self.query(action, Request::Attributes { attributes, cost })?.start(completions, future)
     }
 
     fn _acquire_request(&self, py: Python<'_>, request: HttpRequest) -> PyResult<Decisions> {
-        let request = self.http_request(request)?;
-        let policies = Arc::clone(&self.policies);
-        decide_query(py, self.limiter.get(), policies, Action::Acquire, request)
+        self.query("acquire", self.http_request(request)?)?.decide(py)
     }
 
     fn _start_request(
@@ -148,9 +131,7 @@ impl PolicyLimiter {
         future: &Bound<'_, PyAny>,
         request: HttpRequest,
     ) -> PyResult<bool> {
-        let request = self.http_request(request)?;
-        let policies = Arc::clone(&self.policies);
-        start_query(completions, future, self.limiter.get(), policies, Action::Acquire, request)
+        self.query("acquire", self.http_request(request)?)?.start(completions, future)
     }
 }
 
@@ -159,6 +140,10 @@ type HttpRequest =
     (String, Vec<u8>, Vec<(Vec<u8>, Vec<u8>)>, Option<String>, Option<BTreeMap<String, String>>);
 
 impl PolicyLimiter {
+    fn query(&self, action: &str, request: Request) -> PyResult<Query> {
+        self.limiter.get().query(Arc::clone(&self.policies), to_action(action)?, request)
+    }
+
     fn http_request(&self, request: HttpRequest) -> PyResult<Request> {
         let (method, target, headers, peer, attributes) = request;
         let mut builder = http::Request::builder().method(method.as_str()).uri(target);
@@ -177,71 +162,4 @@ impl PolicyLimiter {
 
 fn to_address(peer: &str) -> PyResult<IpAddr> {
     peer.parse().map_err(|_| value_error(format!("{peer:?} is not the address of a peer")))
-}
-
-/// Decides a query, without the GIL if it may wait for Redis.
-pub(crate) fn decide_query(
-    py: Python<'_>,
-    limiter: &Limiter,
-    policies: Arc<tidegate::Policies>,
-    action: Action,
-    request: Request,
-) -> PyResult<Decisions> {
-    let (connection, driver, timeout) = (limiter.connection()?, driver()?, limiter.timeout);
-    let query = decide(connection, timeout, policies, action, request);
-    let decided = limiter.detached(py, || driver.block_on(query));
-    logs::flush(py)?;
-    decided.map(Decisions).map_err(query_error)
-}
-
-/// Decides a query for a future of asyncio.
-pub(crate) fn start_query(
-    completions: &Completions,
-    future: &Bound<'_, PyAny>,
-    limiter: &Limiter,
-    policies: Arc<tidegate::Policies>,
-    action: Action,
-    request: Request,
-) -> PyResult<bool> {
-    let query = decide(limiter.connection()?, limiter.timeout, policies, action, request);
-    completions.start(future, query, |py, decided| {
-        Ok(Py::new(py, decided.map(Decisions).map_err(query_error)?)?.into_any())
-    })
-}
-
-async fn decide(
-    connection: Connection,
-    timeout: Duration,
-    policies: Arc<tidegate::Policies>,
-    action: Action,
-    request: Request,
-) -> Result<PolicyDecisions<'static>, QueryError> {
-    let limiter = connection.limiter().await.map_err(tidegate::Error::from)?;
-    let limiter = tidegate::PolicyLimiter::new(limiter, policies).with_timeout(timeout);
-    let decisions = match request {
-        Request::Charges(charges) => limiter.decide(action, Query::prepared(charges)).await,
-        Request::Attributes { attributes, cost } => {
-            limiter.decide(action, Query::attributes(&attributes).with_cost(cost)).await
-        }
-        Request::Http { parts, peer, client_ip } => {
-            let attributes = RequestParts::new(&parts, peer, &client_ip);
-            limiter.decide(action, Query::attributes(&attributes)).await
-        }
-    };
-    Ok(decisions?.into_owned())
-}
-
-/// Returns the units of a request, or of its policies that `refund_on` this status.
-pub(crate) async fn refund(
-    connection: Connection,
-    decisions: PolicyDecisions<'static>,
-    status: Option<u16>,
-) {
-    let Ok(limiter) = connection.limiter().await else { return };
-    let decisions = match status {
-        Some(status) => decisions.refunded_on(status),
-        None => decisions,
-    };
-    let limiter = tidegate::PolicyLimiter::new(limiter, tidegate::Policies::default());
-    limiter.refund(&decisions).await;
 }

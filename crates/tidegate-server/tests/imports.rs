@@ -10,7 +10,7 @@ mod imports;
 use imports::Allowed;
 
 /// Crates, each with those of ours that it uses.
-const CRATES: [(&str, &[&str]); 7] = [
+const CRATES: [(&str, &[&str]); 8] = [
     ("tidegate-net", &[]),
     ("tidegate-config", &["tidegate", "tidegate-net"]),
     ("tidegate-api", &["tidegate", "tidegate-config"]),
@@ -20,6 +20,7 @@ const CRATES: [(&str, &[&str]); 7] = [
         &["tidegate", "tidegate-api", "tidegate-config", "tidegate-net", "tidegate-service"],
     ),
     ("tidegate-tools", &["tidegate", "tidegate-api", "tidegate-config", "tidegate-net"]),
+    ("tidegate-python", &["tidegate", "tidegate-config"]),
     (
         "tidegate-server",
         &[
@@ -34,7 +35,7 @@ const CRATES: [(&str, &[&str]); 7] = [
 ];
 
 /// Modules of the crates, each with those that it imports.
-const MODULES: [(&str, &Allowed<'_>); 5] = [
+const MODULES: [(&str, &Allowed<'_>); 6] = [
     ("tidegate-net", &[("listener", &["address", "log_throttle"])]),
     (
         "tidegate-config",
@@ -83,6 +84,35 @@ const MODULES: [(&str, &Allowed<'_>); 5] = [
             ("plan", &["tool"]),
             ("simulate", &["tool"]),
             ("top", &["tool"]),
+        ],
+    ),
+    (
+        "tidegate-python",
+        &[
+            ("quota", &["error"]),
+            ("decision", &["quota"]),
+            ("logs", &["process"]),
+            ("aio", &["logs", "process"]),
+            ("store", &["process"]),
+            ("connection", &["process", "store"]),
+            ("query", &["aio", "connection", "decision", "error", "logs"]),
+            ("wait", &["aio", "decision", "error", "logs", "process", "quota"]),
+            (
+                "limiter",
+                &[
+                    "aio",
+                    "connection",
+                    "decision",
+                    "error",
+                    "logs",
+                    "process",
+                    "query",
+                    "quota",
+                    "store",
+                    "wait",
+                ],
+            ),
+            ("policies", &["aio", "decision", "error", "limiter", "query"]),
         ],
     ),
 ];

@@ -10,7 +10,8 @@ use crate::{PAGES, root};
 const SHOWN: [&str; 3] = ["text", "json", "mermaid"];
 
 /// Blocks of a page in a language, and the test that reads them.
-const TESTED_ELSEWHERE: [(&str, &str, &str); 13] = [
+const TESTED_ELSEWHERE: [(&str, &str, &str); 16] = [
+    ("README.md", "python", "crates/tidegate-python/tests/test_docs.py"),
     ("README.md", "rust", "crates/tidegate/tests/fresh_project.rs"),
     ("README.md", "toml", "crates/tidegate/tests/fresh_project.rs"),
     ("README.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
@@ -20,6 +21,8 @@ const TESTED_ELSEWHERE: [(&str, &str, &str); 13] = [
     ("docs/gateway.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
     ("docs/library.md", "rust", "crates/tidegate/src/lib.rs"),
     ("docs/migrating.md", "rust", "crates/tidegate/src/lib.rs"),
+    ("crates/tidegate-python/README.md", "python", "crates/tidegate-python/tests/test_docs.py"),
+    ("docs/python.md", "python", "crates/tidegate-python/tests/test_docs.py"),
     ("docs/redis-clients.md", "python", "crates/tidegate-server/tests/resp/examples.rs"),
     ("docs/redis-clients.md", "js", "crates/tidegate-server/tests/resp/examples.rs"),
     ("docs/redis.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),

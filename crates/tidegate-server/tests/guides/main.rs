@@ -24,13 +24,14 @@ struct Page {
     before: &'static str,
 }
 
-const PAGES: [Page; 18] = [
+const PAGES: [Page; 19] = [
     page("README.md", 3, REDIS),
     page("docs/getting-started.md", 20, ""),
     page("docs/install.md", 3, SERVICE),
     page("docs/concepts.md", 7, ""),
     page("docs/http-api.md", 20, ""),
     page("docs/redis-clients.md", 2, ""),
+    page("docs/python.md", 4, ""),
     page("docs/monitoring.md", 3, SERVICE),
     page("docs/gateway.md", 7, ""),
     page("docs/proxies.md", 8, ""),

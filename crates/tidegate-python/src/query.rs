@@ -1,0 +1,88 @@
+//! [`Query`]: several limits on one request, decided together.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::request::Parts;
+use pyo3::prelude::*;
+use tidegate::layer::RequestParts;
+use tidegate::{
+    Action, ClientIp, Policies, PolicyDecisions, PolicyLimiter, PreparedCharge, QueryError,
+};
+
+use crate::aio::Completions;
+use crate::connection::Connection;
+use crate::decision::Decisions;
+use crate::error::query_error;
+use crate::logs;
+
+/// Whom and what a query is about.
+pub(crate) enum Request {
+    Charges(Vec<PreparedCharge<'static>>),
+    Attributes { attributes: BTreeMap<String, String>, cost: Option<u64> },
+    Http { parts: Box<Parts>, peer: Option<IpAddr>, client_ip: Arc<ClientIp> },
+}
+
+pub(crate) struct Query {
+    pub(crate) connection: Connection,
+    pub(crate) timeout: Duration,
+    pub(crate) policies: Arc<Policies>,
+    pub(crate) action: Action,
+    pub(crate) request: Request,
+}
+
+impl Query {
+    /// Decides it on this thread.
+    pub(crate) fn decide(self, py: Python<'_>) -> PyResult<Decisions> {
+        let decided = self.connection.clone().block_on(py, self.decisions())?;
+        logs::flush(py)?;
+        decided.map(Decisions).map_err(query_error)
+    }
+
+    /// Decides it for a future of asyncio.
+    pub(crate) fn start(
+        self,
+        completions: &Completions,
+        future: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        completions.start(future, self.decisions(), |py, decided| {
+            Ok(Py::new(py, decided.map(Decisions).map_err(query_error)?)?.into_any())
+        })
+    }
+
+    async fn decisions(self) -> Result<PolicyDecisions<'static>, QueryError> {
+        let limiter = self.connection.limiter().await.map_err(tidegate::Error::from)?;
+        let limiter = PolicyLimiter::new(limiter, self.policies).with_timeout(self.timeout);
+        let decisions = match self.request {
+            Request::Charges(charges) => {
+                limiter.decide(self.action, tidegate::Query::prepared(charges)).await
+            }
+            Request::Attributes { attributes, cost } => {
+                let query = tidegate::Query::attributes(&attributes).with_cost(cost);
+                limiter.decide(self.action, query).await
+            }
+            Request::Http { parts, peer, client_ip } => {
+                let attributes = RequestParts::new(&parts, peer, &client_ip);
+                limiter.decide(self.action, tidegate::Query::attributes(&attributes)).await
+            }
+        };
+        Ok(decisions?.into_owned())
+    }
+}
+
+/// Returns the units of a request, or of its policies that `refund_on` this status.
+pub(crate) async fn refund(
+    connection: Connection,
+    decisions: PolicyDecisions<'static>,
+    status: Option<u16>,
+) {
+    let Ok(limiter) = connection.limiter().await else { return };
+    let decisions = match status {
+        Some(status) => decisions.refunded_on(status),
+        None => decisions,
+    };
+    let limiter = PolicyLimiter::new(limiter, Policies::default());
+    limiter.refund(&decisions).await;
+}
