@@ -205,6 +205,36 @@ def test_prefork_workers_share_one_limit(redis_server: Server, is_used_before: b
     assert not limiter.acquire("client", quota)
 
 
+def test_fork_during_the_first_call_of_another_thread(redis_server: Server) -> None:
+    """What a thread has begun to initialise is never finished in the child."""
+    script = textwrap.dedent(f"""
+        import os, random, signal, threading, time
+        from tidegate import Limiter, Quota
+
+        def parent():
+            limiter = Limiter({redis_server.redis_url!r}, timeout=5)
+            first = threading.Thread(target=limiter.acquire, args=("client", quota))
+            first.start()
+            time.sleep(random.uniform(0, 0.004))
+            child = os.fork()
+            if child == 0:
+                signal.alarm({CHILD_TIMEOUT})
+                os._exit(limiter.acquire("client", quota).source != "store")
+            status = os.waitpid(child, 0)[1]
+            first.join()
+            os._exit(status != 0)
+
+        quota = Quota("1000/hour")
+        # Each of these processes has made no call before.
+        for _ in range(30):
+            process = os.fork()
+            if process == 0:
+                parent()
+            assert os.waitpid(process, 0)[1] == 0
+    """)
+    check_script(script)
+
+
 def test_fork_that_python_does_not_see(redis_server: Server) -> None:
     """uWSGI forks in C, and by default calls no hook of Python."""
     script = textwrap.dedent(f"""
@@ -262,21 +292,20 @@ def test_fork_while_threads_wait_in_memory() -> None:
         while not ended.is_set():
             limiter.wait("client", PLENTY, 0)
 
-    async def wait_in_a_loop() -> None:
-        while not ended.is_set():
-            await asyncio.gather(*(limiter.aio.wait("client", PLENTY, 0) for _ in range(8)))
-
-    threads = [threading.Thread(target=wait) for _ in range(3)]
-    threads.append(threading.Thread(target=lambda: asyncio.run(wait_in_a_loop())))
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    # The forking thread gets the GIL at once.
+    sys.setswitchinterval(1e-5)
     for thread in threads:
         thread.start()
     try:
-        for _ in range(200):
+        for _ in range(100):
             join(fork(lambda: limiter.acquire("client", PLENTY)))
     finally:
         ended.set()
         for thread in threads:
             thread.join()
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "pass", "del limiter; gc.collect()"])
