@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyIterator, PyList};
 use tidegate::headers::{PolicyState, for_each_header};
 use tidegate::{PolicyDecision, PolicyDecisions};
 
@@ -145,6 +145,11 @@ impl Decisions {
             .or_else(|| entries.len().checked_sub(position.unsigned_abs()));
         let entry = position.and_then(|position| entries.as_slice().get(position));
         Decision::of_entry(py, entry.ok_or_else(|| PyIndexError::new_err("no such decision"))?)
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        let entries = self.0.iter().map(|entry| Decision::of_entry(py, entry));
+        PyList::new(py, entries.collect::<PyResult<Vec<_>>>()?)?.try_iter()
     }
 
     #[getter]

@@ -32,6 +32,8 @@ mod extension {
     use super::policies::{ClientIp, Policies, PolicyLimiter};
     #[pymodule_export]
     use super::quota::Quota;
+    #[pymodule_export]
+    use super::wait::Wait;
     #[pymodule_init]
     #[expect(clippy::unnecessary_wraps, reason = "as PyO3 wants it")]
     fn init(_module: &super::Bound<'_, super::PyModule>) -> super::PyResult<()> {

@@ -1,4 +1,4 @@
-//! What belongs to one process: the runtime, and the stores with their sockets.
+//! Values of one process: the runtime, and the stores with their sockets.
 //!
 //! A fork copies memory and file descriptors, but no threads. The child must not touch what it got
 //! from its parent: a lock may be held by a thread that does not exist there, and a socket that it
@@ -28,7 +28,7 @@ impl<T> PerProcess<T> {
         Self(ArcSwapOption::const_empty())
     }
 
-    /// Returns the value of this process, and creates it first if there is none.
+    /// Returns the value of this process, and creates it at the first call.
     pub(crate) fn get(&self, create: impl FnOnce() -> PyResult<T>) -> PyResult<Arc<T>> {
         let process = std::process::id();
         let current = self.0.load();
@@ -71,7 +71,7 @@ pub(crate) struct Driver {
 }
 
 /// Time without blocking calls after which the thread drives the runtime again.
-const QUIET: Duration = Duration::from_millis(10);
+const DRIVE_AFTER: Duration = Duration::from_millis(10);
 
 /// Returns the runtime of this process.
 pub(crate) fn driver() -> PyResult<Arc<Driver>> {
@@ -103,7 +103,7 @@ impl Driver {
         self.runtime.block_on(call)
     }
 
-    /// Starts to drive the runtime for calls that nobody waits for on a thread.
+    /// Starts to drive the runtime for calls that no thread waits for.
     pub(crate) fn attach(self: &Arc<Self>) -> Attached {
         if self.detached.fetch_add(1, Ordering::SeqCst) == 0
             && let Some(thread) = self.thread.get()
@@ -123,7 +123,7 @@ impl Driver {
                     break;
                 }
                 before = calls;
-                std::thread::park_timeout(QUIET);
+                std::thread::park_timeout(DRIVE_AFTER);
             }
         }
     }

@@ -3,6 +3,7 @@ from os import PathLike
 from typing import Any, Literal, final
 
 __version__: str
+__all__: list[str]
 
 _Algorithm = Literal[
     "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"
@@ -97,7 +98,7 @@ class Decisions:
     def headers(self, *, x_ratelimit_headers: bool = True) -> dict[str, str]: ...
     def __bool__(self) -> bool: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, position: int) -> Decision: ...
+    def __getitem__(self, position: int, /) -> Decision: ...
     def __iter__(self) -> Iterator[Decision]: ...
 
 @final
@@ -176,14 +177,46 @@ class Limiter:
         on_store_failure: str | None,
         charged_at: float | None,
     ) -> Decision: ...
-    def _start(self, *arguments: Any) -> bool: ...
-    def _wait(self, *arguments: Any) -> _Wait: ...
+    def _start(
+        self,
+        completions: Completions,
+        future: Any,
+        action: str,
+        key: str,
+        quota: Quota,
+        cost: int,
+        policy: str | None,
+        on_store_failure: str | None,
+        charged_at: float | None,
+    ) -> bool: ...
+    def _wait(
+        self,
+        key: str,
+        quota: Quota,
+        timeout: float,
+        cost: int,
+        policy: str | None,
+        on_store_failure: str | None,
+    ) -> Wait: ...
     def _decide_all(
         self, action: str, charges: Sequence[Any], on_store_failure: str | None
     ) -> Decisions: ...
-    def _start_all(self, *arguments: Any) -> bool: ...
+    def _start_all(
+        self,
+        completions: Completions,
+        future: Any,
+        action: str,
+        charges: Sequence[Any],
+        on_store_failure: str | None,
+    ) -> bool: ...
     def _refund_all(self, decisions: Decisions, status: int | None) -> None: ...
-    def _start_refund_all(self, *arguments: Any) -> bool: ...
+    def _start_refund_all(
+        self,
+        completions: Completions,
+        future: Any,
+        decisions: Decisions,
+        status: int | None,
+    ) -> bool: ...
 
 class PolicyLimiter:
     def __new__(
@@ -194,12 +227,19 @@ class PolicyLimiter:
     def _decide(
         self, action: str, attributes: Mapping[str, str], cost: int | None
     ) -> Decisions: ...
-    def _start(self, *arguments: Any) -> bool: ...
+    def _start(
+        self,
+        completions: Completions,
+        future: Any,
+        action: str,
+        attributes: Mapping[str, str],
+        cost: int | None,
+    ) -> bool: ...
     def _acquire_request(self, request: Any) -> Decisions: ...
-    def _start_request(self, *arguments: Any) -> bool: ...
+    def _start_request(self, completions: Completions, future: Any, request: Any) -> bool: ...
 
 @final
-class _Wait:
+class Wait:
     def poll(self, completions: Completions, future: Any) -> Decision | None: ...
     def block(self) -> Decision: ...
 
