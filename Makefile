@@ -204,11 +204,11 @@ plan-costs: ## Rewrite the costs of tidegate plan (plan/costs.txt); review and c
 
 # The wheel is installed into a folder of its own, where pytest imports it.
 WHEELS = $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
-MATURIN = .venv/bin/maturin build --locked --quiet --profile $(PYTHON_PROFILE) --out $(WHEELS)
-PYTHON_PROFILE = dist
+MATURIN = .venv/bin/maturin build --locked --quiet --out $(WHEELS)
+PYTHON_PROFILE = wheel
 python: .venv/installed ## Build the wheel of the Python package, and test it as it is installed
 	rm -rf $(WHEELS)/tidegate-[0-9]*.whl $(WHEELS)/installed
-	$(MATURIN) --manifest-path crates/tidegate-python/Cargo.toml
+	$(MATURIN) --profile $(PYTHON_PROFILE) --manifest-path crates/tidegate-python/Cargo.toml
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(WHEELS)/installed \
 		$(WHEELS)/tidegate-[0-9]*.whl
 	cd crates/tidegate-python && PYTHONPATH=$(WHEELS)/installed PYTHONDONTWRITEBYTECODE=1 \
@@ -220,7 +220,7 @@ test-python: # The same, built without optimization.
 
 python-server: .venv/installed ## Build the wheel with the binary: pip install tidegate-server
 	rm -rf $(WHEELS)/tidegate_server-*.whl
-	$(MATURIN) --manifest-path crates/tidegate-server/Cargo.toml
+	$(MATURIN) --profile dist --manifest-path crates/tidegate-server/Cargo.toml
 	@ls -l $(WHEELS)/tidegate_server-*.whl
 
 CHECKS = format lint deny dashboard-check test-code test-python bench-instructions \

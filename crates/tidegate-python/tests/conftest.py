@@ -44,12 +44,19 @@ class Server:
     """A process that listens on a port of its own, with what it writes in a file."""
 
     def __init__(self, command: Callable[[int], list[str]], log: Path, **options: object) -> None:
-        self.port = free_port()
         self._command = command
         self._log = log
         self._options = options
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        # Another process may take the port before the server does.
+        for attempt in range(3):
+            self.port = free_port()
+            try:
+                return self.start()
+            except AssertionError:
+                self.kill()
+                if attempt == 2:
+                    raise
 
     def start(self) -> None:
         with self._log.open("ab") as log:

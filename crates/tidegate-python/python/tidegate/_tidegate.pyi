@@ -3,7 +3,20 @@ from os import PathLike
 from typing import Any, Literal, final
 
 __version__: str
-__all__: list[str]
+__all__ = [
+    "ClientIp",
+    "Completions",
+    "Decision",
+    "Decisions",
+    "Limiter",
+    "ManualClock",
+    "Policies",
+    "PolicyLimiter",
+    "Quota",
+    "StoreError",
+    "Wait",
+    "__version__",
+]
 
 _Algorithm = Literal[
     "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"

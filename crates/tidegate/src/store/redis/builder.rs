@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
@@ -10,14 +10,16 @@ use super::RedisStore;
 use super::batch::dispatch::Dispatcher;
 use super::client::NodeSettings;
 use super::client::connection::{Address, ConnectionOptions};
+use super::client::server_clock::local_micros;
 use super::client::stats::BucketCounters;
 use super::client::tls::Tls;
 use super::client::url::Url;
 use super::coordination::heartbeat::Heartbeats;
 use super::coordination::invalidation::{InvalidationSet, Publisher};
 use super::routing::{Seeds, Topology};
-use super::script::{ClockSource, FORMAT, format_mark};
+use super::script::{ClockSource, FORMAT, Script, format_mark};
 use crate::clock::SystemClock;
+use crate::key::HashSecret;
 use crate::store::StoreError;
 
 /// Builder of a [`RedisStore`]; [`RedisStore::builder`], [`RedisStore::cluster`] and
@@ -72,6 +74,15 @@ pub(super) enum Deployment {
     Single,
     Cluster,
     Sentinel { primary: String },
+}
+
+/// Computes the values that are otherwise computed by the first call. A fork in between would copy
+/// locks that no thread of the child releases.
+fn prepare_statics() {
+    Script::heartbeat();
+    HashSecret::global();
+    local_micros(Instant::now());
+    let _ = SystemClock::new();
 }
 
 impl Builder {
@@ -259,7 +270,9 @@ impl Builder {
         })
     }
 
-    /// Validates the options without connecting, for example while a configuration is read.
+    /// Validates the options without connecting, for example while a configuration is read. It also
+    /// computes the values that all stores of a process share, such as the hashes of the scripts: a
+    /// process that may fork during its first call checks before it starts threads.
     ///
     /// # Errors
     ///
@@ -276,6 +289,7 @@ impl Builder {
     /// assert!(RedisStore::cluster(["redis://10.0.0.1:6379/2"]).check().is_err());
     /// ```
     pub fn check(&self) -> Result<(), StoreError> {
+        prepare_statics();
         self.validate().map(drop)
     }
 

@@ -172,7 +172,7 @@ fn signed_micros(duration: Duration) -> i64 {
 }
 
 /// Converts an instant to microseconds of a monotonic clock of this process.
-fn local_micros(instant: Instant) -> i64 {
+pub(in crate::store::redis) fn local_micros(instant: Instant) -> i64 {
     static START: OnceLock<Instant> = OnceLock::new();
     let start = *START.get_or_init(Instant::now);
     match instant.checked_duration_since(start) {
