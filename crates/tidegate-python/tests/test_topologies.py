@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Server, free_port
+from conftest import Server, free_port, until
 from tidegate import Limiter, Quota, StoreError
 
 QUOTA = Quota("2/hour")
@@ -19,6 +19,11 @@ def check_limit(limiter: Limiter, key: str) -> None:
     decisions = [limiter.acquire(key, QUOTA) for _ in range(3)]
     assert [bool(decision) for decision in decisions] == [True, True, False]
     assert {decision.source for decision in decisions[:2]} == {"store"}
+
+
+def redis_cli(server: Server, *command: str) -> str:
+    arguments = ["redis-cli", "-p", str(server.port), *command]
+    return subprocess.check_output(arguments, timeout=10, text=True)
 
 
 def openssl(*arguments: str | Path) -> None:
@@ -72,15 +77,15 @@ def test_cluster(start_server: Callable[..., Server], tmp_path: Path) -> None:
         ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"],
         check=True, capture_output=True, timeout=60,
     )
+    until(
+        lambda: all("cluster_state:ok" in redis_cli(node, "cluster", "info") for node in nodes),
+        "each node sees the whole cluster",
+    )
     limiter = Limiter([node.redis_url for node in nodes[:2]], timeout=10)
     # The keys are on all of the nodes.
     for number in range(20):
         check_limit(limiter, f"client-{number}")
-    sizes = [
-        subprocess.check_output(["redis-cli", "-p", str(node.port), "dbsize"], timeout=10)
-        for node in nodes
-    ]
-    assert all(int(size) > 0 for size in sizes), sizes
+    assert all(int(redis_cli(node, "dbsize")) > 0 for node in nodes)
 
 
 def test_sentinel(
@@ -97,6 +102,4 @@ def test_sentinel(
     sentinel = start_server(command)
     limiter = Limiter([sentinel.redis_url], sentinel="main", timeout=10)
     check_limit(limiter, "client")
-    assert int(
-        subprocess.check_output(["redis-cli", "-p", str(redis_server.port), "dbsize"], timeout=10)
-    )
+    assert int(redis_cli(redis_server, "dbsize")) > 0
