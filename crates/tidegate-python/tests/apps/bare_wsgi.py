@@ -1,0 +1,27 @@
+"""A WSGI application that charges each request by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tidegate import Limiter, Quota
+
+QUOTA = Quota(os.environ["RATE"])
+
+limiter = Limiter(os.environ["REDIS_URL"], timeout=10)
+if "USED_BEFORE_FORK" in os.environ:
+    assert limiter.acquire("before the fork", QUOTA).source == "store"
+
+
+def application(
+    environ: dict[str, Any], start_response: Callable[..., object]
+) -> Iterable[bytes]:
+    status, source = "200 OK", ""
+    if environ["PATH_INFO"] == "/charged":
+        decision = limiter.acquire("client", QUOTA)
+        status, source = "200 OK" if decision else "429 Too Many Requests", decision.source
+    headers = {"Content-Length": "0", "X-Process": str(os.getpid()), "X-Source": source}
+    start_response(status, list(headers.items()))
+    return [b""]
