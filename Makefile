@@ -262,7 +262,7 @@ BENCH_PYTHON_TOOLS := 'limits[async-redis]==5.*' 'pyrate-limiter==4.*' 'throttle
 BENCH_PYTHON = $(WHEELS)/contestants
 bench-python: .venv/installed ## Compare the Python package with other limiters of Python
 	rm -rf $(WHEELS)/tidegate-[0-9]*.whl $(BENCH_PYTHON)
-	$(MATURIN) --manifest-path crates/tidegate-python/Cargo.toml
+	$(MATURIN) --profile wheel --manifest-path crates/tidegate-python/Cargo.toml
 	.venv/bin/pip install --quiet --disable-pip-version-check --target $(BENCH_PYTHON) \
 		$(BENCH_PYTHON_TOOLS) $(WHEELS)/tidegate-[0-9]*.whl
 	mkdir -p bench/target/results

@@ -96,22 +96,31 @@ impl Completions {
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         let _ = (&self.queue.reader).read(&mut [0; 16]);
         let done = std::mem::take(&mut *lock(&self.queue.done));
-        for Completion { call, answer } in done {
-            let future = self.futures.bind(py).call_method1(intern!(py, "pop"), (call,))?;
-            // Cancelled: what was charged stays charged.
-            if future.call_method0(intern!(py, "done"))?.is_truthy()? {
-                continue;
-            }
-            match answer(py) {
-                Ok(answer) => future.call_method1(intern!(py, "set_result"), (answer,))?,
-                Err(error) => future.call_method1(intern!(py, "set_exception"), (error,))?,
-            };
+        // An interrupt ends one of them; the others get their answers all the same.
+        let mut result = Ok(());
+        for completion in done {
+            result = result.and(self.complete(py, completion));
         }
-        logs::flush(py)
+        logs::flush(py);
+        result
     }
 }
 
 impl Completions {
+    fn complete(&self, py: Python<'_>, completion: Completion) -> PyResult<()> {
+        let pop = intern!(py, "pop");
+        let future = self.futures.bind(py).call_method1(pop, (completion.call,))?;
+        // Cancelled: what was charged stays charged.
+        if future.call_method0(intern!(py, "done"))?.is_truthy()? {
+            return Ok(());
+        }
+        match (completion.answer)(py) {
+            Ok(answer) => future.call_method1(intern!(py, "set_result"), (answer,)),
+            Err(error) => future.call_method1(intern!(py, "set_exception"), (error,)),
+        }
+        .map(drop)
+    }
+
     /// Returns the number of the call that completes `future`.
     fn add(&self, future: &Bound<'_, PyAny>) -> PyResult<u64> {
         let call = self.calls.fetch_add(1, Ordering::Relaxed);

@@ -331,7 +331,7 @@ impl Limiter {
             let _entered = driver.handle().enter();
             connection.limiter_blocking()?.blocking().decide(action, charge)
         });
-        logs::flush(py)?;
+        logs::flush(py);
         decided.map_err(limiter_error)
     }
 

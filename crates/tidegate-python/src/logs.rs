@@ -33,10 +33,12 @@ pub(crate) fn install() {
     let _ = tracing::subscriber::set_global_default(Queued);
 }
 
-/// Passes the queued events on.
+/// Passes the queued events on. An error of a handler is shown, but does not undo a decision.
 #[inline]
-pub(crate) fn flush(py: Python<'_>) -> PyResult<()> {
-    if IS_QUEUED.load(Ordering::Relaxed) { flush_queued(py) } else { Ok(()) }
+pub(crate) fn flush(py: Python<'_>) {
+    if IS_QUEUED.load(Ordering::Relaxed) {
+        flush_queued(py).unwrap_or_else(|error| error.write_unraisable(py, None));
+    }
 }
 
 #[cold]

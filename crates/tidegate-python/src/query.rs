@@ -37,7 +37,7 @@ impl Query {
     /// Decides it on this thread.
     pub(crate) fn decide(self, py: Python<'_>) -> PyResult<Decisions> {
         let decided = self.connection.clone().block_on(py, self.decisions())?;
-        logs::flush(py)?;
+        logs::flush(py);
         decided.map(Decisions).map_err(query_error)
     }
 

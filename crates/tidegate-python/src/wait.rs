@@ -72,7 +72,7 @@ impl Wait {
         let Poll::Ready(decided) = decision.as_mut().poll(&mut Context::from_waker(waker)) else {
             return Ok(None);
         };
-        logs::flush(py)?;
+        logs::flush(py);
         let answer = decided.map_err(limiter_error)?;
         let (quota, policy) = (Some(self.quota.clone_ref(py)), self.policy.as_deref());
         Ok(Some(Decision { answer, quota, policy: policy.map(Into::into), is_shadow: false }))
