@@ -211,8 +211,9 @@ python: .venv/installed ## Build the wheel of the Python package, and test it as
 	$(MATURIN) --profile $(PYTHON_PROFILE) --manifest-path crates/tidegate-python/Cargo.toml
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(WHEELS)/installed \
 		$(WHEELS)/tidegate-[0-9]*.whl
+	cargo run --quiet --locked -p tidegate --example conformance_sequences > $(WHEELS)/sequences.jsonl
 	cd crates/tidegate-python && PYTHONPATH=$(WHEELS)/installed PYTHONDONTWRITEBYTECODE=1 \
-		$(CURDIR)/.venv/bin/python -m pytest -q -p no:cacheprovider --durations 5 tests
+		TIDEGATE_SEQUENCES=$(WHEELS)/sequences.jsonl $(CURDIR)/.venv/bin/python -m pytest -q -p no:cacheprovider --durations 5 tests
 	@ls -l $(WHEELS)/tidegate-[0-9]*.whl
 
 test-python: # The same, built without optimization.
