@@ -116,7 +116,7 @@ def test_loops_leave_no_files_open(redis_server: Server, run: Any) -> None:
 
     async def cancel() -> None:
         calls = [asyncio.create_task(limiter.aio.acquire("client", PLENTY)) for _ in range(10)]
-        calls.append(asyncio.create_task(limiter.aio.wait("client", Quota("1/hour"), 3000)))
+        calls.append(asyncio.create_task(limiter.aio.wait("client", Quota("1/hour"), 7200)))
         await asyncio.sleep(0)
         for call in calls:
             call.cancel()

@@ -206,7 +206,7 @@ def test_prefork_workers_share_one_limit(redis_server: Server, is_used_before: b
 
 
 def test_fork_during_the_first_call_of_another_thread(redis_server: Server) -> None:
-    """What a thread has begun to initialise is never finished in the child."""
+    """The child cannot wait for a value that a thread of the parent has begun to compute."""
     script = textwrap.dedent(f"""
         import os, random, signal, threading, time
         from tidegate import Limiter, Quota
@@ -319,7 +319,7 @@ def test_processes_end(redis_server: Server, ending: str) -> None:
         limiter.acquire("empty", empty)
         ended, started = threading.Event(), threading.Event()
         async def wait():
-            limited = asyncio.create_task(limiter.aio.wait("empty", empty, 3600))
+            limited = asyncio.create_task(limiter.aio.wait("empty", empty, 7200))
             while not ended.is_set():
                 await limiter.aio.acquire("client", plenty)
                 started.set()

@@ -21,7 +21,7 @@ PLENTY = Quota("1_000_000/hour", algorithm="token-bucket")
 TIMEOUT = 0.1
 # Ten times the deadline: the machine may be busy with other things.
 SLOW = 1.0
-# A thread may have to wait for its turn, seldom.
+# Maximum for a single call, whose thread may have to wait for its turn.
 SLOWEST = 5.0
 THREADS = 16
 TASKS = 50
@@ -41,7 +41,7 @@ class Calls:
         self.sources.append(source)
 
     def wait_for(self, source: str, count: int = 100) -> None:
-        """Waits until so many further decisions, one after the other, have this source."""
+        """Waits for `count` further decisions in a row with this source."""
         start = len(self.sources)
 
         def is_reached() -> bool:
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_a_wait(redis_server: Server, url: str | None) -> None:
         assert limiter.acquire("client", quota)
         try:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            limiter.wait("client", quota, 3600)
+            limiter.wait("client", quota, 7200)
         except KeyboardInterrupt:
             print("interrupted")
     """)

@@ -1,4 +1,4 @@
-//! Prints the sequences of the conformance suite with the decisions of its naive model, for bindings
+//! Prints the sequences of the conformance suite with the decisions of its naive model, for tests
 //! in other languages (feature `testing`).
 //!
 //! ```sh
@@ -132,7 +132,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         };
         conformance([seed], new_limiter).await;
         let mut steps = steps.lock().unwrap_or_else(PoisonError::into_inner);
-        // What follows an action that a limiter does not have would depend on it.
+        // Later steps would depend on the action that a limiter does not have.
         for mut step in steps.drain(..).map_while(|step| step) {
             step["sequence"] = json!(seed);
             writeln!(output, "{step}")?;

@@ -16,14 +16,12 @@ limiter = Limiter(os.environ["REDIS_URL"], timeout=10)
 async def application(
     scope: dict[str, Any], receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]
 ) -> None:
-    status, source = 200, b""
-    if scope["path"] == "/charged":
-        decision = await limiter.aio.acquire("client", QUOTA)
-        status, source = 200 if decision else 429, decision.source.encode()
+    decision = await limiter.aio.acquire("client", QUOTA)
+    status = 200 if decision else 429
     headers = [
         (b"content-length", b"0"),
         (b"x-process", str(os.getpid()).encode()),
-        (b"x-source", source),
+        (b"x-source", decision.source.encode()),
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": b""})

@@ -18,10 +18,10 @@ if "USED_BEFORE_FORK" in os.environ:
 def application(
     environ: dict[str, Any], start_response: Callable[..., object]
 ) -> Iterable[bytes]:
-    status, source = "200 OK", ""
-    if environ["PATH_INFO"] == "/charged":
-        decision = limiter.acquire("client", QUOTA)
-        status, source = "200 OK" if decision else "429 Too Many Requests", decision.source
-    headers = {"Content-Length": "0", "X-Process": str(os.getpid()), "X-Source": source}
+    decision = limiter.acquire("client", QUOTA)
+    status = "200 OK" if decision else "429 Too Many Requests"
+    headers = {
+        "Content-Length": "0", "X-Process": str(os.getpid()), "X-Source": decision.source
+    }
     start_response(status, list(headers.items()))
     return [b""]
