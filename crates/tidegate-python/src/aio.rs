@@ -96,7 +96,7 @@ impl Completions {
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         let _ = (&self.queue.reader).read(&mut [0; 16]);
         let done = std::mem::take(&mut *lock(&self.queue.done));
-        // An interrupt ends one of them; the others get their answers all the same.
+        // An interrupt ends one of them; the others get their answers nevertheless.
         let mut result = Ok(());
         for completion in done {
             result = result.and(self.complete(py, completion));
