@@ -16,8 +16,9 @@ use server::Redis;
 const README: &str = include_str!("../../../README.md");
 
 /// Examples that end: the name, and a part of the output.
-const EXAMPLES: [(&str, &str); 6] = [
+const EXAMPLES: [(&str, &str); 7] = [
     ("blocking_redis", "worker 3: allowed true"),
+    ("conformance_sequences", "\"action\":\"acquire\""),
     ("manual_clock", "without a wait"),
     ("own_store", "500 sequences conform"),
     ("policies_file", "attempt 4: allowed false, by Some(\"login\")"),
@@ -136,6 +137,7 @@ fn examples_run_in_a_new_project() {
     // Those of the servers.
     dependencies.push_str(
         "bytes = \"1\"\nhttp = \"1\"\nhttp-body-util = \"0.1\"\nhyper = \"1\"\n\
+         serde_json = \"1\"\n\
          hyper-util = { version = \"0.1\", features = [\"tokio\", \"server\", \"service\", \"http1\"] }\n\
          tonic = \"0.14\"\ntonic-health = \"0.14\"\ntonic-types = \"0.14\"\n\
          tower = { version = \"0.5\", features = [\"util\"] }\n",
