@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use tidegate::store::redis::Builder;
-use tidegate::{DenyCache, Fallback, Limiter, StoreError};
+use tidegate::{DenyCache, Fallback, Fleet, Limiter, ManualClock, MemoryStore, StoreError};
 use tokio::sync::OnceCell;
 
 use crate::process::{Driver, driver};
@@ -17,11 +17,20 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(crate) type AnyLimiter = Limiter<AnyStore>;
 
+/// Options of a limiter on Redis.
+pub(crate) struct Settings {
+    pub(crate) builder: Builder,
+    /// Least number of instances that share the limits during an outage.
+    pub(crate) instances: Option<usize>,
+    /// Maximum number of keys that are decided locally.
+    pub(crate) max_keys: Option<usize>,
+}
+
 /// Limiter of this process, which may have to connect first.
 #[derive(Clone)]
 pub(crate) enum Connection {
     Ready(AnyLimiter),
-    Pending { builder: Arc<Builder>, connected: Arc<OnceCell<AnyLimiter>>, driver: Arc<Driver> },
+    Pending { settings: Arc<Settings>, connected: Arc<OnceCell<AnyLimiter>>, driver: Arc<Driver> },
 }
 
 impl Connection {
@@ -29,8 +38,8 @@ impl Connection {
     pub(crate) async fn limiter(self) -> Result<AnyLimiter, StoreError> {
         match self {
             Self::Ready(limiter) => Ok(limiter),
-            Self::Pending { builder, connected, driver } => {
-                connected.get_or_try_init(|| connect(&builder, driver)).await.cloned()
+            Self::Pending { settings, connected, driver } => {
+                connected.get_or_try_init(|| connect(&settings, driver)).await.cloned()
             }
         }
     }
@@ -68,14 +77,30 @@ impl Connection {
     }
 }
 
+/// Creates the store of counts, or of local decisions, in memory.
+pub(crate) fn memory(max_keys: Option<usize>, clock: Option<ManualClock>) -> MemoryStore {
+    let mut memory = MemoryStore::builder();
+    if let Some(clock) = clock {
+        memory = memory.clock(clock);
+    }
+    if let Some(max_keys) = max_keys {
+        memory = memory.max_keys(max_keys);
+    }
+    memory.build()
+}
+
 /// Waits for the connection, and leaves it to the background if Redis does not answer.
-async fn connect(builder: &Builder, driver: Arc<Driver>) -> Result<AnyLimiter, StoreError> {
+async fn connect(settings: &Settings, driver: Arc<Driver>) -> Result<AnyLimiter, StoreError> {
+    let builder = settings.builder.clone();
     let redis = match tokio::time::timeout(CONNECT_TIMEOUT, builder.clone().connect()).await {
-        Ok(Err(error @ StoreError::Misconfigured(_))) => return Err(error),
         Ok(Ok(redis)) => redis,
         // The fallback logs it with the first decision.
-        Ok(Err(_)) | Err(_) => builder.clone().connect_in_background()?,
+        Ok(Err(_)) | Err(_) => builder.connect_in_background()?,
     };
-    let store = Fallback::new(DenyCache::new(redis));
-    Ok(Limiter::new(AnyStore::Redis { store, driver }))
+    let mut fallback =
+        Fallback::builder(DenyCache::new(redis)).local(memory(settings.max_keys, None));
+    if let Some(instances) = settings.instances {
+        fallback = fallback.fleet(Fleet::new().with_min_instances(instances));
+    }
+    Ok(Limiter::new(AnyStore::Redis { store: fallback.build(), driver }))
 }

@@ -1,5 +1,7 @@
 //! `Decision`: the answer to one charge; `Decisions`: the answer to a request with several limits.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyList};
@@ -121,25 +123,42 @@ impl Decision {
 }
 
 #[pyclass(frozen, module = "tidegate")]
-pub(crate) struct Decisions(pub(crate) PolicyDecisions<'static>);
+pub(crate) struct Decisions {
+    decisions: PolicyDecisions<'static>,
+    is_refunded: AtomicBool,
+}
+
+impl From<PolicyDecisions<'static>> for Decisions {
+    fn from(decisions: PolicyDecisions<'static>) -> Self {
+        Self { decisions, is_refunded: AtomicBool::new(false) }
+    }
+}
+
+impl Decisions {
+    /// Returns the decisions for a refund, at the first call only.
+    pub(crate) fn to_refund(&self) -> PolicyDecisions<'static> {
+        let is_refunded = self.is_refunded.swap(true, Ordering::Relaxed);
+        if is_refunded { PolicyDecisions::default() } else { self.decisions.clone() }
+    }
+}
 
 #[pymethods]
 impl Decisions {
     fn __bool__(&self) -> bool {
-        self.0.is_allowed()
+        self.decisions.is_allowed()
     }
 
     #[getter]
     fn allowed(&self) -> bool {
-        self.0.is_allowed()
+        self.decisions.is_allowed()
     }
 
     fn __len__(&self) -> usize {
-        self.0.iter().len()
+        self.decisions.iter().len()
     }
 
     fn __getitem__(&self, py: Python<'_>, position: isize) -> PyResult<Py<Decision>> {
-        let entries = self.0.iter();
+        let entries = self.decisions.iter();
         let position = usize::try_from(position)
             .ok()
             .or_else(|| entries.len().checked_sub(position.unsigned_abs()));
@@ -148,33 +167,33 @@ impl Decisions {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        let entries = self.0.iter().map(|entry| Decision::of_entry(py, entry));
+        let entries = self.decisions.iter().map(|entry| Decision::of_entry(py, entry));
         PyList::new(py, entries.collect::<PyResult<Vec<_>>>()?)?.try_iter()
     }
 
     #[getter]
     fn binding(&self, py: Python<'_>) -> PyResult<Option<Py<Decision>>> {
-        self.0.binding().map(|entry| Decision::of_entry(py, entry)).transpose()
+        self.decisions.binding().map(|entry| Decision::of_entry(py, entry)).transpose()
     }
 
     #[getter]
     fn denied_by(&self, py: Python<'_>) -> PyResult<Option<Py<Decision>>> {
-        self.0.denied_by().map(|entry| Decision::of_entry(py, entry)).transpose()
+        self.decisions.denied_by().map(|entry| Decision::of_entry(py, entry)).transpose()
     }
 
     #[getter]
     fn exceeded(&self) -> Vec<&str> {
-        self.0.exceeded().map(PolicyDecision::policy).collect()
+        self.decisions.exceeded().map(PolicyDecision::policy).collect()
     }
 
     #[getter]
     fn missing_key(&self) -> Option<&str> {
-        self.0.denied_by()?.missing_key()
+        self.decisions.denied_by()?.missing_key()
     }
 
     #[getter]
     fn delay(&self) -> f64 {
-        self.0.delay().as_secs_f64()
+        self.decisions.delay().as_secs_f64()
     }
 
     #[pyo3(signature = (*, x_ratelimit_headers = true))]
@@ -183,12 +202,12 @@ impl Decisions {
         py: Python<'py>,
         x_ratelimit_headers: bool,
     ) -> PyResult<Bound<'py, PyDict>> {
-        to_headers(py, self.0.header_states(), x_ratelimit_headers)
+        to_headers(py, self.decisions.header_states(), x_ratelimit_headers)
     }
 
     fn __repr__(&self) -> String {
-        let state = if self.0.is_allowed() { "allowed" } else { "denied" };
-        let policies: Vec<&str> = self.0.iter().map(PolicyDecision::policy).collect();
+        let state = if self.decisions.is_allowed() { "allowed" } else { "denied" };
+        let policies: Vec<&str> = self.decisions.iter().map(PolicyDecision::policy).collect();
         format!("<Decisions {state}, by {policies:?}>")
     }
 }

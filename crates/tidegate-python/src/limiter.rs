@@ -4,26 +4,27 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use tidegate::store::redis::{Builder, Tls};
+use pyo3::types::PyTuple;
+use tidegate::store::redis::Tls;
 use tidegate::{
     Action, Charge, Clock as _, DEFAULT_QUERY_TIMEOUT, Error, Limiter as LibraryLimiter,
-    MemoryStore, OnStoreFailure, Outcome, Policies, PreparedCharge, RedisStore, Store as _,
-    SystemClock, Timestamp,
+    OnStoreFailure, Outcome, Policies, PreparedCharge, RedisStore, Store as _, SystemClock,
+    Timestamp,
 };
 use tokio::sync::OnceCell;
 
 use crate::aio::Completions;
-use crate::connection::{AnyLimiter, Connection};
+use crate::connection::{AnyLimiter, Connection, Settings, memory};
 use crate::decision::{Decision, Decisions};
 use crate::error::{limiter_error, value_error};
 use crate::logs;
 use crate::process::{PerProcess, driver};
 use crate::query::{Query, Request, refund};
-use crate::quota::{Quota, seconds};
+use crate::quota::{Quota, Units, seconds};
 use crate::store::AnyStore;
 use crate::wait::Wait;
 
-#[pyclass(frozen, subclass, module = "tidegate")]
+#[pyclass(frozen, subclass, weakref, module = "tidegate")]
 pub(crate) struct Limiter {
     backend: Backend,
     on_store_failure: OnStoreFailure,
@@ -32,15 +33,7 @@ pub(crate) struct Limiter {
 
 enum Backend {
     Memory(AnyLimiter),
-    Redis { builder: Arc<Builder>, connected: PerProcess<OnceCell<AnyLimiter>> },
-}
-
-/// Key, quota, and perhaps cost and policy of a charge.
-#[derive(FromPyObject)]
-enum ChargeArguments {
-    Named(String, Py<Quota>, u64, String),
-    Cost(String, Py<Quota>, u64),
-    One(String, Py<Quota>),
+    Redis { settings: Arc<Settings>, connected: PerProcess<OnceCell<AnyLimiter>> },
 }
 
 /// URL of a server, or those of several nodes or sentinels.
@@ -55,7 +48,7 @@ impl Limiter {
     #[new]
     #[pyo3(signature = (url = None, *, sentinel = None, prefix = None, timeout = None,
         password = None, tls_ca = None, tls_cert = None, tls_key = None,
-        on_store_failure = "local", clock = None, max_keys = None))]
+        instances = None, on_store_failure = "local", clock = None, max_keys = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         url: Option<Urls>,
@@ -66,29 +59,30 @@ impl Limiter {
         tls_ca: Option<Vec<u8>>,
         tls_cert: Option<Vec<u8>>,
         tls_key: Option<Vec<u8>>,
+        instances: Option<Units>,
         on_store_failure: &str,
         clock: Option<&Bound<'_, ManualClock>>,
-        max_keys: Option<usize>,
+        max_keys: Option<Units>,
     ) -> PyResult<Self> {
         let on_store_failure = on_store_failure.parse().map_err(value_error)?;
+        let at_least_one = |name: &str, units: Option<Units>| match units {
+            Some(Units(0)) => Err(value_error(format!("{name} must be at least 1"))),
+            units => Ok(units.map(|Units(units)| usize::try_from(units).unwrap_or(usize::MAX))),
+        };
+        let max_keys = at_least_one("max_keys", max_keys)?;
+        let instances = at_least_one("instances", instances)?;
         let Some(url) = url else {
             let options = [sentinel.is_some(), prefix.is_some(), timeout.is_some()];
             let tls = tls_ca.is_some() || tls_cert.is_some() || tls_key.is_some();
-            if options.contains(&true) || password.is_some() || tls {
+            if options.contains(&true) || password.is_some() || tls || instances.is_some() {
                 return Err(value_error("these options need the URL of a Redis server"));
             }
-            let mut memory = MemoryStore::builder();
-            if let Some(clock) = clock {
-                memory = memory.clock(clock.get().0.clone());
-            }
-            if let Some(max_keys) = max_keys {
-                memory = memory.max_keys(max_keys);
-            }
-            let backend = Backend::Memory(LibraryLimiter::new(AnyStore::Memory(memory.build())));
+            let memory = memory(max_keys, clock.map(|clock| clock.get().0.clone()));
+            let backend = Backend::Memory(LibraryLimiter::new(AnyStore::Memory(memory)));
             return Ok(Self { backend, on_store_failure, timeout: DEFAULT_QUERY_TIMEOUT });
         };
-        if clock.is_some() || max_keys.is_some() {
-            return Err(value_error("clock and max_keys are options of memory: leave out the URL"));
+        if clock.is_some() {
+            return Err(value_error("a clock is an option of memory: leave out the URL"));
         }
         let mut builder = match (sentinel, url) {
             (Some(primary), Urls::One(url)) => RedisStore::sentinel(primary, [url]),
@@ -108,18 +102,22 @@ impl Limiter {
             builder = builder.tls(tls);
         }
         builder.check().map_err(value_error)?;
-        let backend = Backend::Redis { builder: Arc::new(builder), connected: PerProcess::new() };
+        let settings = Arc::new(Settings { builder, instances, max_keys });
+        let backend = Backend::Redis { settings, connected: PerProcess::new() };
         Ok(Self { backend, on_store_failure, timeout })
     }
 
     /// Takes units of the quota for this key, or denies.
-    #[pyo3(signature = (key, quota, cost = 1, *, policy = None, on_store_failure = None))]
+    #[pyo3(
+        signature = (key, quota, cost = Units(1), *, policy = None, on_store_failure = None),
+        text_signature = "($self, key, quota, cost=1, *, policy=None, on_store_failure=None)"
+    )]
     fn acquire(
         &self,
         py: Python<'_>,
         key: &str,
         quota: &Bound<'_, Quota>,
-        cost: u64,
+        cost: Units,
         policy: Option<&str>,
         on_store_failure: Option<&str>,
     ) -> PyResult<Decision> {
@@ -134,13 +132,16 @@ impl Limiter {
     }
 
     /// Takes units as `acquire` does, and returns only whether the request may pass.
-    #[pyo3(signature = (key, quota, cost = 1))]
+    #[pyo3(
+        signature = (key, quota, cost = Units(1)),
+        text_signature = "($self, key, quota, cost=1)"
+    )]
     fn allow(
         &self,
         py: Python<'_>,
         key: &str,
         quota: &Bound<'_, Quota>,
-        cost: u64,
+        cost: Units,
     ) -> PyResult<bool> {
         let charge = charge(key, quota.get(), cost, None, self.on_store_failure, Timestamp::ZERO);
         self.decide_charge(py, Action::Acquire, &charge).map(|decision| decision.allowed)
@@ -154,7 +155,7 @@ impl Limiter {
         action: &str,
         key: &str,
         quota: &Bound<'_, Quota>,
-        cost: u64,
+        cost: Units,
         policy: Option<&str>,
         on_store_failure: Option<&str>,
         charged_at: Option<f64>,
@@ -178,7 +179,7 @@ impl Limiter {
         action: &str,
         key: String,
         quota: Py<Quota>,
-        cost: u64,
+        cost: Units,
         policy: Option<String>,
         on_store_failure: Option<&str>,
         charged_at: Option<f64>,
@@ -199,7 +200,7 @@ impl Limiter {
         key: String,
         quota: Py<Quota>,
         timeout: f64,
-        cost: u64,
+        cost: Units,
         policy: Option<String>,
         on_store_failure: Option<&str>,
     ) -> PyResult<Wait> {
@@ -219,7 +220,7 @@ impl Limiter {
         &self,
         py: Python<'_>,
         action: &str,
-        charges: Vec<ChargeArguments>,
+        charges: Vec<Bound<'_, PyTuple>>,
         on_store_failure: Option<&str>,
     ) -> PyResult<Decisions> {
         let action = to_action(action)?;
@@ -231,7 +232,7 @@ impl Limiter {
         completions: &Completions,
         future: &Bound<'_, PyAny>,
         action: &str,
-        charges: Vec<ChargeArguments>,
+        charges: Vec<Bound<'_, PyTuple>>,
         on_store_failure: Option<&str>,
     ) -> PyResult<bool> {
         let action = to_action(action)?;
@@ -246,7 +247,7 @@ impl Limiter {
         status: Option<u16>,
     ) -> PyResult<()> {
         let connection = self.connection()?;
-        connection.clone().block_on(py, refund(connection, decisions.0.clone(), status))
+        connection.clone().block_on(py, refund(connection, decisions.to_refund(), status))
     }
 
     fn _start_refund_all(
@@ -256,7 +257,7 @@ impl Limiter {
         decisions: &Decisions,
         status: Option<u16>,
     ) -> PyResult<bool> {
-        let refund = refund(self.connection()?, decisions.0.clone(), status);
+        let refund = refund(self.connection()?, decisions.to_refund(), status);
         completions.start(future, refund, |py, ()| Ok(py.None()))
     }
 
@@ -270,6 +271,10 @@ impl Limiter {
         Ok(Duration::from_micros(now.as_micros()).as_secs_f64())
     }
 
+    fn __repr__(&self) -> &'static str {
+        if self.is_memory() { "<Limiter in memory>" } else { "<Limiter on Redis>" }
+    }
+
     /// Whether the counts are in the memory of this process.
     #[getter]
     fn is_memory(&self) -> bool {
@@ -279,16 +284,16 @@ impl Limiter {
 
 impl Limiter {
     fn connection(&self) -> PyResult<Connection> {
-        let (builder, connected) = match &self.backend {
+        let (settings, connected) = match &self.backend {
             Backend::Memory(limiter) => return Ok(Connection::Ready(limiter.clone())),
-            Backend::Redis { builder, connected } => {
-                (builder, connected.get(|| Ok(OnceCell::new()))?)
+            Backend::Redis { settings, connected } => {
+                (settings, connected.get(|| Ok(OnceCell::new()))?)
             }
         };
         Ok(match connected.get() {
             Some(limiter) => Connection::Ready(limiter.clone()),
             None => {
-                Connection::Pending { builder: Arc::clone(builder), connected, driver: driver()? }
+                Connection::Pending { settings: Arc::clone(settings), connected, driver: driver()? }
             }
         })
     }
@@ -318,9 +323,9 @@ impl Limiter {
         if let Backend::Memory(limiter) = &self.backend {
             // It validates acquires itself, and answers without waiting.
             if let (Action::Acquire, AnyStore::Memory(store)) = (action, limiter.store())
-                && let Outcome::Ready(decided) = store.decide(Action::Acquire, charge)
+                && let Outcome::Ready(Ok(answer)) = store.decide(Action::Acquire, charge)
             {
-                return decided.map_err(|error| limiter_error(error.into()));
+                return Ok(answer);
             }
             return limiter.blocking().decide(action, charge).map_err(limiter_error);
         }
@@ -338,26 +343,33 @@ impl Limiter {
     fn prepare(
         &self,
         action: Action,
-        charges: Vec<ChargeArguments>,
+        charges: Vec<Bound<'_, PyTuple>>,
         on_store_failure: Option<&str>,
     ) -> PyResult<Query> {
         let failure = self.on_store_failure(on_store_failure)?;
-        let charges = charges.into_iter().map(|arguments| {
-            let (key, quota, cost, policy) = match arguments {
-                ChargeArguments::Named(key, quota, cost, policy) => {
-                    (key, quota, cost, Some(policy))
-                }
-                ChargeArguments::Cost(key, quota, cost) => (key, quota, cost, None),
-                ChargeArguments::One(key, quota) => (key, quota, 1, None),
+        let charges = charges.iter().map(|charge| {
+            if !(2..=4).contains(&charge.len()) {
+                let message = "a charge is (key, quota), (key, quota, cost) or \
+                               (key, quota, cost, policy)";
+                return Err(value_error(message));
+            }
+            let key: String = charge.get_item(0)?.extract()?;
+            let quota = charge.get_item(1)?.cast::<Quota>()?.get().0.clone();
+            let Units(cost) = match charge.get_item(2) {
+                Ok(cost) => cost.extract()?,
+                Err(_) => Units(1),
             };
-            let quota = quota.get().0.clone();
-            let policy = policy.unwrap_or_else(|| quota.default_policy_name().to_owned());
-            PreparedCharge::with_own_quota(policy, key, quota)
+            let policy = match charge.get_item(3) {
+                Ok(policy) => policy.extract()?,
+                Err(_) => quota.default_policy_name().to_owned(),
+            };
+            Ok(PreparedCharge::with_own_quota(policy, key, quota)
                 .with_cost(cost)
                 .with_action(action)
-                .with_on_store_failure(failure)
+                .with_on_store_failure(failure))
         });
-        self.query(Arc::default(), action, Request::Charges(charges.collect()))
+        let charges = charges.collect::<PyResult<_>>()?;
+        self.query(Arc::default(), action, Request::Charges(charges))
     }
 }
 
@@ -366,7 +378,7 @@ impl Limiter {
 fn charge<'a>(
     key: &'a str,
     quota: &'a Quota,
-    cost: u64,
+    Units(cost): Units,
     policy: Option<&'a str>,
     on_store_failure: OnStoreFailure,
     charged_at: Timestamp,

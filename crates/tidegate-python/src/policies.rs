@@ -14,6 +14,7 @@ use crate::decision::Decisions;
 use crate::error::value_error;
 use crate::limiter::{Limiter, to_action};
 use crate::query::{Query, Request};
+use crate::quota::Units;
 
 #[pyclass(frozen, module = "tidegate")]
 pub(crate) struct Policies(Arc<tidegate::Policies>);
@@ -64,6 +65,11 @@ impl ClientIp {
         Ok(Self(Arc::new(client_ip)))
     }
 
+    /// Whether the headers of this peer are trusted.
+    fn trusts(&self, peer: &str) -> PyResult<bool> {
+        Ok(self.0.trusts(to_address(peer)?))
+    }
+
     /// Key of a client, by the address of the connection and the headers in their order.
     #[pyo3(signature = (peer, x_forwarded_for = Vec::new(), forwarded = Vec::new()))]
     fn key(
@@ -105,9 +111,10 @@ impl PolicyLimiter {
         py: Python<'_>,
         action: &str,
         attributes: BTreeMap<String, String>,
-        cost: Option<u64>,
+        cost: Option<Units>,
     ) -> PyResult<Decisions> {
-        self.query(action, Request::Attributes { attributes, cost })?.decide(py)
+        self.query(action, Request::Attributes { attributes, cost: cost.map(|Units(cost)| cost) })?
+            .decide(py)
     }
 
     fn _start(
@@ -116,9 +123,10 @@ impl PolicyLimiter {
         future: &Bound<'_, PyAny>,
         action: &str,
         attributes: BTreeMap<String, String>,
-        cost: Option<u64>,
+        cost: Option<Units>,
     ) -> PyResult<bool> {
-        self.query(action, Request::Attributes { attributes, cost })?.start(completions, future)
+        self.query(action, Request::Attributes { attributes, cost: cost.map(|Units(cost)| cost) })?
+            .start(completions, future)
     }
 
     fn _acquire_request(&self, py: Python<'_>, request: HttpRequest) -> PyResult<Decisions> {

@@ -38,7 +38,7 @@ impl Query {
     pub(crate) fn decide(self, py: Python<'_>) -> PyResult<Decisions> {
         let decided = self.connection.clone().block_on(py, self.decisions())?;
         logs::flush(py);
-        decided.map(Decisions).map_err(query_error)
+        decided.map(Decisions::from).map_err(query_error)
     }
 
     /// Decides it for a future of asyncio.
@@ -48,7 +48,7 @@ impl Query {
         future: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
         completions.start(future, self.decisions(), |py, decided| {
-            Ok(Py::new(py, decided.map(Decisions).map_err(query_error)?)?.into_any())
+            Ok(Py::new(py, decided.map(Decisions::from).map_err(query_error)?)?.into_any())
         })
     }
 

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use tidegate::{Algorithm, Encoding};
 use tidegate_config::duration;
 
@@ -20,7 +22,7 @@ impl Quota {
     fn new(
         rate: &str,
         algorithm: &str,
-        burst: Option<u64>,
+        burst: Option<Units>,
         encoding: Option<&str>,
         count_denied: bool,
         block_for: Option<Vec<f64>>,
@@ -28,13 +30,14 @@ impl Quota {
         let (limit, window) = parse_rate(rate).ok_or_else(|| {
             value_error(format!(
                 "{rate:?} is not a rate: write it like 100/minute, 10/second, 5/15m or \
-                 1000 per day"
+                 1000 per day; a window is a second, minute, hour, day or week, or a duration such \
+                 as 500ms or 1h30m"
             ))
         })?;
         let algorithm: Algorithm = algorithm.parse().map_err(value_error)?;
         let quota = tidegate::Quota::new(algorithm, limit, window);
         let mut quota = quota.map_err(value_error)?;
-        if let Some(burst) = burst {
+        if let Some(Units(burst)) = burst {
             quota = quota.with_burst(burst).map_err(value_error)?;
         }
         if let Some(encoding) = encoding {
@@ -77,18 +80,45 @@ impl Quota {
         self.0.default_policy_name()
     }
 
-    fn __repr__(&self) -> String {
-        let (limit, micros) = (self.0.limit(), self.0.window().as_micros());
+    /// Arguments for pickle and copy.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((String,), Bound<'py, PyDict>)> {
+        let quota = &self.0;
+        let options = PyDict::new(py);
+        options.set_item("algorithm", quota.algorithm().as_str())?;
+        if quota.burst() != quota.limit() {
+            options.set_item("burst", quota.burst())?;
+        }
+        if matches!(quota.algorithm(), Algorithm::SlidingLog | Algorithm::SlidingCounter) {
+            options.set_item("encoding", quota.encoding().as_str())?;
+        }
+        if quota.count_denied() {
+            options.set_item("count_denied", true)?;
+        }
+        if !quota.block_for().is_empty() {
+            let lengths: Vec<f64> = quota.block_for().iter().map(Duration::as_secs_f64).collect();
+            options.set_item("block_for", lengths)?;
+        }
+        Ok(((format!("{}/{}", quota.limit(), self.exact_window()),), options))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let ((rate,), options) = self.__getnewargs_ex__(py)?;
+        let options: Vec<String> = options
+            .iter()
+            .map(|(name, value)| Ok(format!(", {name}={}", value.repr()?)))
+            .collect::<PyResult<_>>()?;
+        Ok(format!("Quota({rate:?}{})", options.concat()))
+    }
+}
+
+impl Quota {
+    fn exact_window(&self) -> String {
+        let micros = self.0.window().as_micros();
         let units =
             [(86_400_000_000, "d"), (3_600_000_000, "h"), (60_000_000, "m"), (1_000_000, "s")];
-        let exact = units.into_iter().find(|(unit, _)| micros % unit == 0);
+        let exact = units.into_iter().find(|(unit, _)| micros.is_multiple_of(*unit));
         let (unit, name) = exact.unwrap_or((1, "us"));
-        let window = format!("{}{name}", micros / unit);
-        let burst = match self.0.burst() {
-            burst if burst == limit => String::new(),
-            burst => format!(", burst={burst}"),
-        };
-        format!("Quota(\"{limit}/{window}\", algorithm=\"{}\"{burst})", self.0.algorithm())
+        format!("{}{name}", micros / unit)
     }
 }
 
@@ -102,14 +132,18 @@ impl std::hash::Hash for Quota {
 fn parse_rate(rate: &str) -> Option<(u64, Duration)> {
     let (limit, window) = rate.split_once('/').or_else(|| rate.split_once(" per "))?;
     let limit = limit.trim().replace('_', "").parse().ok()?;
-    let window = window.trim();
+    let window = window.trim().to_ascii_lowercase();
     let number = window.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = match &window[number.len()..] {
         "second" | "seconds" => 1,
         "minute" | "minutes" => 60,
         "hour" | "hours" => 3_600,
         "day" | "days" => 86_400,
-        _ => return Some((limit, duration::parse(window).ok()?)),
+        "week" | "weeks" => 7 * 86_400,
+        unit if number.is_empty() => {
+            return Some((limit, duration::parse(&format!("1{unit}")).ok()?));
+        }
+        _ => return Some((limit, duration::parse(&window).ok()?)),
     };
     let number: u64 = if number.is_empty() { 1 } else { number.trim_end().parse().ok()? };
     Some((limit, Duration::from_secs(number.checked_mul(unit)?)))
@@ -124,4 +158,22 @@ pub(crate) fn seconds(seconds: f64) -> PyResult<Duration> {
             )
         })
         .map_err(|_| value_error(format!("{seconds} is not a number of seconds from 0")))
+}
+
+/// Number of units. A number that no quota can have is a `ValueError`.
+#[derive(Clone, Copy)]
+pub(crate) struct Units(pub(crate) u64);
+
+impl<'py> FromPyObject<'_, 'py> for Units {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        object.extract().map(Self).map_err(|error: PyErr| {
+            if error.is_instance_of::<PyOverflowError>(object.py()) {
+                let max = tidegate::Quota::MAX_LIMIT;
+                return value_error(format!("the number must be from 1 to {max}"));
+            }
+            error
+        })
+    }
 }

@@ -1,6 +1,7 @@
 //! [`AnyStore`]: memory or Redis, as the URL of a limiter says.
 
 use std::future::Future;
+use std::slice::from_ref;
 use std::sync::Arc;
 
 use futures_util::future::Either;
@@ -24,7 +25,13 @@ impl Store for AnyStore {
         charge: &Charge<'_>,
     ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
         match self {
-            Self::Memory(store) => either(store.decide(action, charge), Either::Left),
+            Self::Memory(store) => {
+                let decided = store.decide(action, charge).map(move |decided| {
+                    let fall_back = |error| store.fall_back(action, from_ref(charge), error);
+                    decided.or_else(|error| fall_back(error).map(|decisions| decisions[0]))
+                });
+                either(decided, Either::Left)
+            }
             Self::Redis { store, .. } => either(store.decide(action, charge), Either::Right),
         }
     }
@@ -35,7 +42,12 @@ impl Store for AnyStore {
         charges: &[Charge<'_>],
     ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
         match self {
-            Self::Memory(store) => either(store.decide_all(action, charges), Either::Left),
+            Self::Memory(store) => {
+                let decided = store.decide_all(action, charges).map(move |decided| {
+                    decided.or_else(|error| store.fall_back(action, charges, error))
+                });
+                either(decided, Either::Left)
+            }
             Self::Redis { store, .. } => either(store.decide_all(action, charges), Either::Right),
         }
     }

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from conftest import Server, get
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from tidegate import ClientIp, Limiter, ManualClock, Policies, Quota
 from tidegate.asgi import RateLimitMiddleware
 
@@ -273,7 +276,10 @@ def test_wrong_options_fail_at_once() -> None:
         ("5/minute", {"on_store_failure": "maybe"}, "on_store_failure"),
         ("5/minute", {"attributes": dict}, "attributes are for policies"),
         (["5/minute", "6/minute"], {}, "different windows"),
-        ([], {}, "different windows"),
+        ([], {}, "the limit has no rate"),
+        ("5/minute", {"cost": 0}, "a cost is at least 1"),
+        ("5/minute", {"refund_on": 500}, "list of statuses"),
+        ("5/minute", {"key": "ip"}, "not a function"),
         (policies, {"cost": 2}, "the rest in the file"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -303,3 +309,31 @@ def test_uvicorn_on_redis(
     assert status == 503 and headers["content-type"] == "application/problem+json"
     assert str(redis_server.port) not in body.decode()
     assert get(url, client)[0] in (429, 503), "the denial may still be known"
+
+
+def test_policies_match_the_path_that_the_application_routes() -> None:
+    text = "policies: [{name: login, match: {path: /login/**}, limit: 1, window: 1h}]"
+
+    # With a root path, applications route by the rest.
+    routed = Starlette(routes=[Route("/login/{rest:path}", lambda _: PlainTextResponse("hello"))])
+    app = RateLimitMiddleware(routed, Limiter(), Policies.parse(text))
+    paths = [("/login/x", ""), ("/login/y", ""), ("/api/login/y", "/api"), ("/login/z", "/api")]
+    assert [call(app, path, root_path=root)[0] for path, root in paths] == [200, 429, 429, 429]
+    # Their normal form is /y, but the application routes them below /login.
+    for path in ("/login/../y", "/login/..", "/login/a/../../y"):
+        assert call(app, path)[0] == 400
+
+
+def test_key_that_is_no_text_is_refused() -> None:
+    app = RateLimitMiddleware(respond, Limiter(), "1/hour", key=lambda _: "\ud800")
+    status, _, body = call(app)
+    assert status == 400 and json.loads(body)["status"] == 400
+
+
+def test_store_error_says_when_to_retry(redis_server: Server) -> None:
+    limiter = Limiter(redis_server.redis_url, on_store_failure="error")
+    redis_server.kill()
+    status, headers, _ = call(RateLimitMiddleware(respond, limiter, "1/hour"))
+    assert (status, headers["retry-after"]) == (503, "1")
+    with pytest.raises(ValueError, match="is not a Limiter"):
+        RateLimitMiddleware(respond, redis_server.redis_url, "1/hour")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 
 import pytest
-from tidegate import Decision, Limiter, ManualClock, Quota
+from tidegate import Decision, Limiter, ManualClock, Quota, StoreError
 
 
 def test_limit_is_exact_and_a_denial_says_how_long() -> None:
@@ -76,7 +78,7 @@ def test_wrong_options_are_value_errors() -> None:
         Limiter("http://127.0.0.1")
     with pytest.raises(ValueError, match="need the URL"):
         Limiter(prefix="api")
-    with pytest.raises(ValueError, match="options of memory"):
+    with pytest.raises(ValueError, match="option of memory"):
         Limiter("redis://127.0.0.1", clock=ManualClock())
 
 
@@ -163,3 +165,64 @@ def test_aio_has_the_same_calls() -> None:
             await cancelled
 
     asyncio.run(main())
+
+
+def test_quotas_are_plain_data() -> None:
+    for quota in [
+        Quota("100/minute"),
+        Quota("7/1h1m1s"),
+        Quota("10/250ms", algorithm="token-bucket", burst=50),
+        Quota("5/15m", block_for=[600, 3600]),
+        Quota("5/15m", encoding="packed", count_denied=True),
+    ]:
+        assert pickle.loads(pickle.dumps(quota)) == quota
+        assert copy.deepcopy(quota) == quota
+        assert eval(repr(quota)) == quota
+        assert hash(copy.copy(quota)) == hash(quota)
+    assert Quota("100/minute") != Quota("100/hour")
+
+
+@pytest.mark.parametrize("cost", [-1, 1 << 70])
+def test_numbers_out_of_range_are_value_errors(cost: int) -> None:
+    limiter, quota = Limiter(), Quota("5/minute")
+    with pytest.raises(ValueError, match="must be from 1 to"):
+        limiter.acquire("ann", quota, cost)
+    with pytest.raises(ValueError, match="must be from 1 to"):
+        limiter.acquire_all([("ann", quota, cost)])
+    with pytest.raises(ValueError, match="must be from 1 to"):
+        Quota("5/minute", algorithm="token-bucket", burst=cost)
+    with pytest.raises(ValueError, match="at least 1"):
+        Limiter(max_keys=0)
+
+
+def test_wrong_charges_say_what_is_wrong() -> None:
+    limiter, quota = Limiter(), Quota("5/minute")
+    with pytest.raises(ValueError, match=r"a charge is \(key, quota\)"):
+        limiter.acquire_all([("ann",)])
+    with pytest.raises(TypeError):
+        limiter.acquire_all([("ann", "5/minute")])
+    for call in (lambda: limiter.acquire("\ud800", quota),
+                 lambda: limiter.acquire_all([("\ud800", quota)])):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            call()
+
+
+def test_units_are_refunded_once() -> None:
+    limiter, quota = Limiter(clock=ManualClock()), Quota("5/hour")
+    first = limiter.acquire_all([("ann", quota)])
+    limiter.acquire("ann", quota, 4)
+    for _ in range(3):
+        limiter.refund_all(first)
+    assert limiter.peek("ann", quota).remaining == 0
+    assert limiter.acquire("ann", quota)
+    assert not limiter.acquire("ann", quota)
+
+
+@pytest.mark.parametrize(("failure", "allowed"), [("allow", True), ("deny", False)])
+def test_full_memory_decides_by_the_failure_mode(failure: str, allowed: bool) -> None:
+    limiter, quota = Limiter(max_keys=2, on_store_failure=failure), Quota("1/day")
+    decisions = [limiter.acquire(str(number), quota) for number in range(10)]
+    assert decisions[-1].source == failure and bool(decisions[-1]) is allowed
+    assert bool(limiter.acquire_all([("another", quota)])) is allowed
+    with pytest.raises(StoreError, match="full"):
+        limiter.acquire("one more", quota, on_store_failure="error")

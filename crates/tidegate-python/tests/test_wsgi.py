@@ -16,7 +16,7 @@ from wsgiref.validate import validator
 
 import pytest
 from conftest import Server, get
-from tidegate import Limiter, ManualClock, Policies, Quota
+from tidegate import ClientIp, Limiter, ManualClock, Policies, Quota
 from tidegate.wsgi import RateLimitMiddleware
 
 
@@ -122,19 +122,33 @@ def test_refund_by_the_status_of_the_response() -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        {"PATH_INFO": "/caf\u00c3\u00a9/1 2", "SCRIPT_NAME": "/shop"},
-        {"PATH_INFO": "/", "RAW_URI": "/shop/caf%C3%A9/1%202?x=1"},
-        {"PATH_INFO": "/", "REQUEST_URI": "http://localhost/shop/caf%c3%a9/1%202"},
+        {"PATH_INFO": "/caf\u00c3\u00a9/1 2"},
+        # As a client may send them through some servers, and the application routes them.
+        {"PATH_INFO": "caf\u00c3\u00a9/1 2"},
+        {"PATH_INFO": "/caf\u00c3\u00a9/1 2", "SCRIPT_NAME": "/x", "RAW_URI": "/x/other"},
+        {"PATH_INFO": "/caf\u00c3\u00a9/1 2", "REQUEST_URI": "http:other"},
     ],
 )
-def test_policies_match_the_path_that_was_sent(environ: dict[str, str]) -> None:
-    text = "policies: [{name: cafe, match: {path: /shop/café/*}, limit: 1, window: 1h}]"
+def test_policies_match_the_path_that_the_application_routes(environ: dict[str, str]) -> None:
+    text = "policies: [{name: cafe, match: {path: /café/*}, limit: 1, window: 1h}]"
     app = RateLimitMiddleware(
         lambda environ, start: start("200 OK", []), Limiter(), Policies.parse(text)
     )
     path = environ.pop("PATH_INFO")
     assert [call(app, path, **environ)[0] for _ in range(2)] == [200, 429]
-    assert call(app, "/shop/tea", SCRIPT_NAME="")[0] == 200
+    assert call(app, "/tea")[0] == 200
+    # It has the normal form /tea, but the application routes it below /café.
+    for path in ("/caf\u00c3\u00a9/../tea", "/caf\u00c3\u00a9/..", "/./tea"):
+        assert call(app, path)[0] == 400
+
+
+def test_proxy_on_a_unix_socket_may_be_trusted() -> None:
+    app = RateLimitMiddleware(respond, Limiter(), "1/hour", client_ip=ClientIp(["127.0.0.1"]))
+    clients = ["192.0.2.1", "192.0.2.2", "192.0.2.1"]
+    statuses = [
+        call(app, "/200", REMOTE_ADDR="", HTTP_X_FORWARDED_FOR=client)[0] for client in clients
+    ]
+    assert statuses == [200, 200, 429]
 
 
 def test_leaky_bucket_delays() -> None:

@@ -1,6 +1,7 @@
 //! Store of the service: memory, or Redis with a deny cache and a fallback.
 
 use std::pin::{Pin, pin};
+use std::slice::from_ref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -9,8 +10,8 @@ use serde::Serialize;
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::store::redis::NodeHealth;
 use tidegate::{
-    Action, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore, OnStoreFailure,
-    Outcome, RedisStore, SharedStore, Source, Store, StoreError,
+    Action, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore, Outcome, RedisStore,
+    SharedStore, Store, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -174,7 +175,11 @@ impl Store for Backend {
             Self::Memory(memory) => {
                 let _entered = store_span(action, 1).entered();
                 let decided = memory.store.decide(action, charge).map(move |decided| {
-                    decided.or_else(|error| when_full(action, charge, memory.counted(error)))
+                    decided.or_else(|error| {
+                        let error = memory.counted(error);
+                        let decided = memory.store.fall_back(action, from_ref(charge), error);
+                        decided.map(|decisions| decisions[0])
+                    })
                 });
                 either(decided)
             }
@@ -195,9 +200,7 @@ impl Store for Backend {
                 let _entered = store_span(action, charges.len()).entered();
                 let decided = memory.store.decide_all(action, charges).map(move |decided| {
                     decided.or_else(|error| {
-                        let error = memory.counted(error);
-                        let charges = charges.iter();
-                        charges.map(|charge| when_full(action, charge, error.clone())).collect()
+                        memory.store.fall_back(action, charges, memory.counted(error))
                     })
                 });
                 either(decided)
@@ -406,28 +409,6 @@ impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
 
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
         self.store.epoch_of(charge)
-    }
-}
-
-/// Returns the decision of the failure mode if memory is full. There is no other store to fall back
-/// to, so `local` is an error, too.
-fn when_full(
-    action: Action,
-    charge: &Charge<'_>,
-    error: StoreError,
-) -> Result<Decision, StoreError> {
-    let decides = matches!(error, StoreError::Full { .. })
-        && matches!(action, Action::Acquire | Action::Peek);
-    let quota = charge.quota();
-    match charge.on_store_failure() {
-        OnStoreFailure::Allow if decides => {
-            Ok(Decision::allow(quota.burst(), quota.burst()).with_source(Source::Allow))
-        }
-        OnStoreFailure::Deny if decides => {
-            let denied = Decision::deny(quota.burst(), Duration::from_secs(1));
-            Ok(denied.with_reset_after(Duration::ZERO).with_source(Source::Deny))
-        }
-        _ => Err(error),
     }
 }
 

@@ -47,6 +47,8 @@ pub use key_source::{AttributeError, AttributeNames, KeySource};
 pub use limiter::{
     DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, Progress, TRACE_TARGET, Waiting,
 };
+#[cfg(feature = "tower")]
+pub(crate) use path::has_dot_segment;
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 pub use query::{Enforcement, PreparedCharge, Query};
 use quotas::{Quotas, ValueQuotas};

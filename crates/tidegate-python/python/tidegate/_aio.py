@@ -159,13 +159,13 @@ class AsyncPolicyLimiter:
         """Decides a request with these attributes; see ``PolicyLimiter.acquire``."""
         if self._limiter.limiter.is_memory:
             return self._limiter.acquire(attributes, cost=cost)
-        return await _start(self._limiter._start, "acquire", attributes, cost)
+        return await _start(self._limiter._start, "acquire", dict(attributes), cost)
 
     async def peek(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:
         """Returns the decisions of an acquire, without taking units."""
         if self._limiter.limiter.is_memory:
             return self._limiter.peek(attributes, cost=cost)
-        return await _start(self._limiter._start, "peek", attributes, cost)
+        return await _start(self._limiter._start, "peek", dict(attributes), cost)
 
     async def acquire_request(self, request: Request) -> Decisions:
         """Decides an HTTP request."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from urllib.parse import quote
 
 from ._limiter import Limiter, PolicyLimiter, Request
 from ._tidegate import ClientIp, Decisions, Policies, Quota, StoreError
@@ -23,11 +24,14 @@ Limit = str | Quota | Sequence[str | Quota] | Policies
 
 # Headers that are appended to those of an inner limit; of any other, that of the inner one stays.
 LISTS = ("ratelimit", "ratelimit-policy")
+LOOPBACK = "127.0.0.1"
 QUOTA_EXCEEDED = "https://iana.org/assignments/http-problem-types#quota-exceeded"
 UNKNOWN_ADDRESS = (
-    "the limit counts by the client's address, which is unknown: the server listens on a Unix "
-    "socket, or this is a test client; set a key function"
+    "the limit counts by the client's address, which is unknown: this is a test client, or the "
+    'server listens on a Unix socket; trust its proxy, ClientIp(["127.0.0.1"]), or set a key function'
 )
+# Characters of a path that need no percent code.
+SAFE = "/!$&'()*+,;=:@~"
 _log = logging.getLogger("tidegate")
 
 
@@ -48,6 +52,21 @@ class Setup(NamedTuple):
     limiter: Limiter
     client_ip: ClientIp = ClientIp()
     x_ratelimit_headers: bool = True
+
+    def checked(self) -> Setup:
+        if not isinstance(self.limiter, Limiter):
+            raise ValueError(f"{type(self.limiter).__name__} is not a Limiter: use Limiter(url)")
+        return self
+
+
+class Parts(NamedTuple):
+    """What limits read of a request. The path is that by which the application routes."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    peer: str | None
 
 
 class Response(NamedTuple):
@@ -90,6 +109,13 @@ class Rule:
         refund_on: Container[int] = (),
         attributes: Callable[[Any], Any] | None = None,
     ) -> None:
+        for function in (key, attributes):
+            if function is not None and not callable(function):
+                raise ValueError(f"{function!r} is not a function of the request")
+        if not hasattr(refund_on, "__contains__"):
+            raise ValueError("refund_on is a list of statuses, such as [500, 503]")
+        if cost < 1:
+            raise ValueError(f"cost {cost} is too low: a cost is at least 1")
         self._policies = limit if isinstance(limit, Policies) else None
         self._read = key or attributes
         self._policy, self._cost = policy, cost
@@ -104,19 +130,22 @@ class Rule:
         limits = [limit] if isinstance(limit, (str, Quota)) else limit
         self._quotas = [Quota(limit) if isinstance(limit, str) else limit for limit in limits]
         charges = self._charges("any key", "")
-        if len({charge[3] for charge in charges}) != len(charges) or not charges:
+        if not charges:
+            raise ValueError('the limit has no rate: write it like "100/minute"')
+        if len({charge[3] for charge in charges}) != len(charges):
             raise ValueError("several rates of one limit need different windows")
         # A wrong cost or name fails now. A peek in memory starts no thread before a fork.
         for any_key, quota, _, name in charges:
             Limiter().peek(any_key, quota, cost, policy=name, on_store_failure=on_store_failure)
 
-    def acquire(self, setup: Setup, caller: Any, request: Request, route: str = "") -> Outcome:
+    def acquire(self, setup: Setup, caller: Any, parts: Parts, route: str = "") -> Outcome:
         """Decides a request. ``caller`` is the framework's own form of it, for the key function,
         and ``route`` is part of the policy's name if the rule has none."""
-        subject = self._subject(setup, request, self._read and self._read(caller))
-        if subject is None:
-            return Outcome()
+        read = self._read and self._read(caller)
         try:
+            subject = self._subject(setup, parts, read)
+            if subject is None:
+                return Outcome()
             decisions = self._call(setup, subject, route, is_async=False)
         except (ValueError, StoreError) as error:
             return _undecided(error)
@@ -125,16 +154,16 @@ class Rule:
         return _decided(decisions, setup.x_ratelimit_headers)
 
     async def acquire_async(
-        self, setup: Setup, caller: Any, request: Request, route: str = ""
+        self, setup: Setup, caller: Any, parts: Parts, route: str = ""
     ) -> Outcome:
         """Decides a request, for asyncio. The key function may be asynchronous."""
         read = self._read and self._read(caller)
         if inspect.isawaitable(read):
             read = await read
-        subject = self._subject(setup, request, read)
-        if subject is None:
-            return Outcome()
         try:
+            subject = self._subject(setup, parts, read)
+            if subject is None:
+                return Outcome()
             decisions = await self._call(setup, subject, route, is_async=True)
         except (ValueError, StoreError) as error:
             return _undecided(error)
@@ -156,11 +185,13 @@ class Rule:
     def _may_refund(self, status: int) -> bool:
         return self._policies is not None or status in self._refund_on
 
-    def _subject(self, setup: Setup, request: Request, read: Any) -> str | Request | None:
+    def _subject(self, setup: Setup, parts: Parts, read: Any) -> str | Request | None:
         """Returns the key of a rate or the request for policies; ``None`` if it is not limited."""
-        method, target, headers, peer, _ = request
+        method, path, query, headers, peer = parts
+        if peer is None and setup.client_ip.trusts(LOOPBACK):
+            peer = LOOPBACK  # A proxy on this host, by a Unix socket.
         if self._policies is not None:
-            return method, target, headers, peer, read
+            return method, to_target(path, query), headers, peer, read
         if self._read is None:
             if peer is None:
                 raise RuntimeError(UNKNOWN_ADDRESS)
@@ -191,6 +222,15 @@ class Rule:
         ]
 
 
+def to_target(path: str, query: bytes) -> bytes:
+    """Returns the target of a request whose application routes by this path. Policies read it in
+    normal form; a path with dot segments, which an application may route as it is, is refused."""
+    if any(segment in (".", "..") for segment in path.split("/")):
+        raise ValueError("the path has dot segments: send it without them")
+    target = quote(path if path.startswith("/") else f"/{path}", safe=SAFE).encode()
+    return target + b"?" + query if query else target
+
+
 def address(peer: str | None) -> str | None:
     """Returns the address of a connection's other end, or ``None`` if it has none."""
     try:
@@ -209,7 +249,8 @@ def _undecided(error: Exception) -> Outcome:
         # Only the operator sees the reason: it may name servers.
         _log.warning("request not decided: %s", error)
         detail = "the limits cannot be checked now: try again in a moment"
-        return Outcome(rejection=_problem(HTTPStatus.SERVICE_UNAVAILABLE, detail))
+        status, headers = HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after": "1"}
+        return Outcome(rejection=_problem(status, detail, headers=headers))
     if "address of the peer is unknown" in str(error):
         raise RuntimeError(UNKNOWN_ADDRESS) from error
     return Outcome(rejection=_problem(HTTPStatus.BAD_REQUEST, str(error)))

@@ -30,7 +30,8 @@ class Limiter(_tidegate.Limiter):
     are those of sentinels. It connects at the first call, in each process anew after a fork.
     While Redis is down, this process decides by its share of the limit: ``on_store_failure``, for
     the limiter or for a call, is ``"local"``, ``"allow"``, ``"deny"``, or ``"error"`` for a
-    ``StoreError``.
+    ``StoreError``. ``instances`` is the least number of processes that share the limit then, and
+    ``max_keys`` the most keys in memory.
     """
 
     __slots__ = ()
@@ -95,7 +96,7 @@ class Limiter(_tidegate.Limiter):
         on_store_failure: str | None = None,
     ) -> Decision:
         """Waits until the charge is admitted, at most for ``timeout`` seconds. If that is not
-        enough, it is denied at once."""
+        enough, it is denied at once. The ``delay`` of a leaky-bucket has passed."""
         return self._wait(key, quota, timeout, cost, policy, on_store_failure).block()
 
     def acquire_all(
@@ -107,7 +108,8 @@ class Limiter(_tidegate.Limiter):
 
     def refund_all(self, decisions: Decisions, *, status: int | None = None) -> None:
         """Returns the units of a request that failed; with the status of its response, those of
-        the policies that refund that status. Best effort: what is not returned expires."""
+        the policies that refund that status. Best effort: what is not returned expires. Units are
+        returned once."""
         self._refund_all(decisions, status)
 
 
@@ -126,11 +128,11 @@ class PolicyLimiter(_tidegate.PolicyLimiter):
     def acquire(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:
         """Decides a request with these attributes, such as ``path``, ``ip`` or
         ``header.x-user-id``, and takes the units of every limit if it is allowed."""
-        return self._decide("acquire", attributes, cost)
+        return self._decide("acquire", dict(attributes), cost)
 
     def peek(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:
         """Returns the decisions of an acquire, without taking units."""
-        return self._decide("peek", attributes, cost)
+        return self._decide("peek", dict(attributes), cost)
 
     def acquire_request(self, request: Request) -> Decisions:
         """Decides an HTTP request."""

@@ -21,7 +21,6 @@ __all__ = [
 _Algorithm = Literal[
     "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"
 ]
-_Failure = Literal["local", "allow", "deny", "error"]
 
 class StoreError(Exception): ...
 
@@ -52,6 +51,7 @@ class Quota:
         """Name that charges without a policy count under."""
 
     def __hash__(self) -> int: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]: ...
 
 @final
 class Decision:
@@ -130,6 +130,7 @@ class ClientIp:
     def __new__(
         cls, trusted_proxies: Sequence[str] = ..., *, ipv6_prefix: int = 64
     ) -> ClientIp: ...
+    def trusts(self, peer: str) -> bool: ...
     def key(
         self,
         peer: str,
@@ -160,6 +161,7 @@ class Limiter:
         tls_ca: bytes | None = None,
         tls_cert: bytes | None = None,
         tls_key: bytes | None = None,
+        instances: int | None = None,
         on_store_failure: str = "local",
         clock: ManualClock | None = None,
         max_keys: int | None = None,

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
-from ._http import LISTS, Limit, Options, Outcome, Response, Rule, Setup, address
-from ._limiter import Limiter, Request
+from ._http import LISTS, Limit, Options, Outcome, Parts, Response, Rule, Setup, address
+from ._limiter import Limiter
 from ._tidegate import ClientIp
 
 if TYPE_CHECKING:
@@ -54,28 +53,29 @@ class RateLimitMiddleware:
         **options: Unpack[Options],
     ) -> None:
         self._app = app
-        self._setup = Setup(limiter, client_ip, x_ratelimit_headers)
+        self._setup = Setup(limiter, client_ip, x_ratelimit_headers).checked()
         self._rule = Rule(limit, **options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
-        outcome = await self._rule.acquire_async(self._setup, scope, read_request(scope))
+        outcome = await self._rule.acquire_async(self._setup, scope, read_parts(scope))
         if outcome.rejection is not None:
             return await respond(outcome.rejection, scope, receive, send)
         admitted = [(self._rule, outcome)]
         await run(self._app, scope, receive, send, self._setup, admitted)
 
 
-def read_request(scope: Scope) -> Request:
-    """Reads the parts of a scope that limits need."""
-    target = scope.get("raw_path") or quote(scope["path"]).encode()
-    if scope.get("query_string"):
-        target += b"?" + scope["query_string"]
+def read_parts(scope: Scope) -> Parts:
+    """Reads the parts of a scope that limits need. Applications route by the path without the
+    root path that a server, a mount or they themselves have set."""
+    path, root = scope["path"], scope.get("root_path", "")
+    if root and (path == root or path.startswith(f"{root}/")):
+        path = path[len(root) :]
     client = scope.get("client")
     peer = address(client[0] if client else None)
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    return scope.get("method", "GET"), target, headers, peer, None
+    return Parts(scope.get("method", "GET"), path, scope.get("query_string") or b"", headers, peer)
 
 
 async def respond(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,8 +35,8 @@ from django.http.response import HttpResponseBase
 from django.utils.module_loading import import_string
 
 from . import asgi, wsgi
-from ._http import LISTS, Limit, Options, Outcome, Response, Rule, Setup
-from ._limiter import Limiter, Request
+from ._http import LISTS, Limit, Options, Outcome, Parts, Response, Rule, Setup
+from ._limiter import Limiter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +113,7 @@ setting_changed.connect(_forget_settings)
 
 def _run(rule: Rule, route: str, request: HttpRequest, view: Callable[[], Any]) -> Any:
     setup = _configured()[0]
-    outcome = rule.acquire(setup, request, _read_request(request), route)
+    outcome = rule.acquire(setup, request, _read_parts(request), route)
     if outcome.rejection is not None:
         return _answer(outcome.rejection)
     try:
@@ -128,7 +128,7 @@ def _run(rule: Rule, route: str, request: HttpRequest, view: Callable[[], Any]) 
 
 async def _run_async(rule: Rule, route: str, request: HttpRequest, view: Callable[[], Any]) -> Any:
     setup = _configured()[0]
-    outcome = await rule.acquire_async(setup, request, _read_request(request), route)
+    outcome = await rule.acquire_async(setup, request, _read_parts(request), route)
     if outcome.rejection is not None:
         return _answer(outcome.rejection)
     try:
@@ -141,9 +141,9 @@ async def _run_async(rule: Rule, route: str, request: HttpRequest, view: Callabl
     return _with_headers(response, outcome)
 
 
-def _read_request(request: HttpRequest) -> Request:
+def _read_parts(request: HttpRequest) -> Parts:
     scope = getattr(request, "scope", None)
-    return wsgi.read_request(request.META) if scope is None else asgi.read_request(scope)
+    return wsgi.read_parts(request.META) if scope is None else asgi.read_parts(scope)
 
 
 def _answer(rejection: Response) -> HttpResponse:

@@ -35,7 +35,7 @@ from ._http import Limit, Options, Outcome, Rule, Setup
 from ._http import Response as Rejection
 from ._limiter import Limiter
 from ._tidegate import ClientIp, Decisions
-from .asgi import App, Receive, Scope, Send, read_request, run
+from .asgi import App, Receive, Scope, Send, read_parts, run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,7 +82,7 @@ def install(
     """Sets the limiter of an application, before it starts. Applications that are mounted in it
     need a call of their own for problem details in their denials. A handler of the application
     for the status 429 replaces the problem details."""
-    app.add_middleware(_Middleware, setup=Setup(limiter, client_ip, x_ratelimit_headers))
+    app.add_middleware(_Middleware, setup=Setup(limiter, client_ip, x_ratelimit_headers).checked())
     app.add_exception_handler(_Rejected, _answer)
 
 
@@ -100,7 +100,7 @@ def limit(
         if state is None:
             raise RuntimeError("no limiter: call tidegate.fastapi.install(app, limiter) first")
         setup, scope = state.setup, request.scope
-        outcome = await rule.acquire_async(setup, request, read_request(scope), _route(scope))
+        outcome = await rule.acquire_async(setup, request, read_parts(scope), _route(scope))
         if outcome.rejection is not None:
             raise _Rejected(outcome.rejection)
         state.admitted.append((rule, outcome))

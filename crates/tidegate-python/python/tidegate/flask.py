@@ -28,7 +28,7 @@ from flask import Flask, Response, after_this_request, current_app, request
 from ._http import LISTS, Limit, Options, Rule, Setup
 from ._limiter import Limiter
 from ._tidegate import ClientIp
-from .wsgi import read_request
+from .wsgi import read_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,7 +51,7 @@ class RateLimit:
         x_ratelimit_headers: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        self._setup = Setup(limiter, client_ip, x_ratelimit_headers)
+        self._setup = Setup(limiter, client_ip, x_ratelimit_headers).checked()
         self._rule = None if limit is None else Rule(limit, **options)
         if app is not None:
             self.init_app(app)
@@ -78,7 +78,7 @@ class RateLimit:
         return decorate
 
     def _reject(self, rule: Rule, route: str) -> Response | None:
-        outcome = rule.acquire(self._setup, request, read_request(request.environ), route)
+        outcome = rule.acquire(self._setup, request, read_parts(request.environ), route)
         if outcome.rejection is not None:
             status, headers, body = outcome.rejection
             return Response(body, status, dict(headers))

@@ -17,6 +17,7 @@ The reset time of a limit that is used up is that of the next unit, otherwise th
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -131,6 +132,11 @@ def _sliding_window(usage: _Usage, window: int) -> tuple[int, float, int, float]
     return 0, 0.0, usage.used, min(usage.reset_in, window - 1e-6)
 
 
+def _at(usage: _Usage) -> float:
+    """Returns the time of a reset, in whole seconds: callers round it down to compute a wait."""
+    return float(math.ceil(time.time() + usage.reset_in))
+
+
 class TidegateStorage(Storage, MovingWindowSupport, SlidingWindowCounterSupport):
     """The counts of a ``tidegate.Limiter``, for the strategies of ``limits``.
 
@@ -174,7 +180,7 @@ class TidegateStorage(Storage, MovingWindowSupport, SlidingWindowCounterSupport)
 
     def get_expiry(self, key: str) -> float:
         """Returns the end of a fixed window, as a time of this host."""
-        return time.time() + self._peek(_FIXED, key, *_limit_and_window(key)).reset_in
+        return _at(self._peek(_FIXED, key, *_limit_and_window(key)))
 
     def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
         """Takes units of a moving window."""
@@ -184,7 +190,7 @@ class TidegateStorage(Storage, MovingWindowSupport, SlidingWindowCounterSupport)
         """Returns the start of a moving window, from which its reset time is one window away, and
         its count."""
         usage = self._peek(_MOVING, key, limit, expiry)
-        return time.time() + usage.reset_in - expiry, usage.used
+        return _at(usage) - expiry, usage.used
 
     def acquire_sliding_window_entry(
         self, key: str, limit: int, expiry: int, amount: int = 1
@@ -275,7 +281,7 @@ class AsyncTidegateStorage(
 
     async def get_expiry(self, key: str) -> float:
         """Returns the end of a fixed window, as a time of this host."""
-        return time.time() + (await self._peek(_FIXED, key, *_limit_and_window(key))).reset_in
+        return _at(await self._peek(_FIXED, key, *_limit_and_window(key)))
 
     async def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
         """Takes units of a moving window."""
@@ -285,7 +291,7 @@ class AsyncTidegateStorage(
         """Returns the start of a moving window, from which its reset time is one window away, and
         its count."""
         usage = await self._peek(_MOVING, key, limit, expiry)
-        return time.time() + usage.reset_in - expiry, usage.used
+        return _at(usage) - expiry, usage.used
 
     async def acquire_sliding_window_entry(
         self, key: str, limit: int, expiry: int, amount: int = 1

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
-from ._http import LISTS, Limit, Options, Rule, Setup, address
-from ._limiter import Limiter, Request
+from ._http import LISTS, Limit, Options, Parts, Rule, Setup, address
+from ._limiter import Limiter
 from ._tidegate import ClientIp
 
 if TYPE_CHECKING:
@@ -46,11 +45,11 @@ class RateLimitMiddleware:
         **options: Unpack[Options],
     ) -> None:
         self._app = app
-        self._setup = Setup(limiter, client_ip, x_ratelimit_headers)
+        self._setup = Setup(limiter, client_ip, x_ratelimit_headers).checked()
         self._rule = Rule(limit, **options)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        outcome = self._rule.acquire(self._setup, environ, read_request(environ))
+        outcome = self._rule.acquire(self._setup, environ, read_parts(environ))
         if outcome.rejection is not None:
             status, headers, body = outcome.rejection
             length = ("content-length", str(len(body)))
@@ -80,17 +79,12 @@ class RateLimitMiddleware:
             raise
 
 
-def read_request(environ: Environ) -> Request:
+def read_parts(environ: Environ) -> Parts:
     """Reads the parts of an environ that limits need."""
-    target = environ.get("RAW_URI") or environ.get("REQUEST_URI")
-    if target is None:
-        path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-        target = quote(path or "/", encoding="latin-1")
-        if environ.get("QUERY_STRING"):
-            target += "?" + environ["QUERY_STRING"]
+    path = environ.get("PATH_INFO", "").encode("latin-1").decode("utf-8", "replace")
+    query = environ.get("QUERY_STRING", "").encode("latin-1")
     peer = address(environ.get("REMOTE_ADDR"))
-    headers = list(_headers(environ))
-    return environ["REQUEST_METHOD"], target.encode("latin-1"), headers, peer, None
+    return Parts(environ["REQUEST_METHOD"], path, query, list(_headers(environ)), peer)
 
 
 def _headers(environ: Environ) -> Iterator[tuple[bytes, bytes]]:

@@ -15,8 +15,9 @@ use crate::charge::OnStoreFailure;
 use crate::client_ip::ClientIp;
 use crate::limiter::Limiter;
 use crate::policy::{
-    Attributes as _, KeySource, Observer, Policies, PolicyDecisions, PolicyLimiter, PreparedCharge,
-    Progress, Query, QueryError, Waiting, decode_value,
+    Attributes as _, KeySource, Observer, PathError, Policies, PolicyDecisions, PolicyLimiter,
+    PreparedCharge, Progress, Query, QueryError, SelectError, Waiting, decode_value,
+    has_dot_segment,
 };
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -258,6 +259,10 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLi
         let cost = self.options.cost(parts);
         if cost == Some(0) {
             return Ok(Progress::Decided(PolicyDecisions::default()));
+        }
+        // Policies would read the path without them, but the service routes it as it is.
+        if self.limiter.policies().reads_paths() && has_dot_segment(parts.uri.path()) {
+            return Err(SelectError::Path(PathError::DotSegment).into());
         }
         let request = self.options.request_parts(parts);
         self.limiter.start(Action::Acquire, Query::attributes(&request).with_cost(cost))

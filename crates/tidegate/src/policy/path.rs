@@ -62,9 +62,22 @@ pub enum PathError {
     /// The path has an encoded control character, such as `%0A`.
     #[error("the path has an encoded control character, which some servers ignore: leave it out")]
     ControlCharacter,
+    /// The path has a segment `.` or `..`, and the application behind routes it as it is.
+    #[error("the path has a dot segment, which the application may read literally: leave it out")]
+    DotSegment,
     /// The path is longer than the maximum.
     #[error("the path has more than {0} bytes")]
     TooLong(usize),
+}
+
+/// Returns whether a path has a segment `.` or `..`, also with `%2e`.
+#[cfg(feature = "tower")]
+pub(crate) fn has_dot_segment(path: &str) -> bool {
+    let is_dots = |segment: &str| {
+        let decoded = segment.replace("%2e", ".").replace("%2E", ".");
+        decoded == "." || decoded == ".."
+    };
+    (path.contains("/.") || path.contains("/%2")) && path.split('/').any(is_dots)
 }
 
 /// Length of the longest path by default. Browsers and servers rarely support more.

@@ -115,6 +115,12 @@ impl Policies {
         self.path_rules.normalize(path)
     }
 
+    /// Returns whether a policy depends on the path.
+    #[cfg(feature = "tower")]
+    pub(crate) fn reads_paths(&self) -> bool {
+        self.reads_paths
+    }
+
     pub(super) fn path_rules(&self) -> PathRules {
         self.path_rules
     }

@@ -12,6 +12,7 @@
 
 use std::future::{Future, Ready};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use spin::mutex::SpinMutexGuard;
 
@@ -27,7 +28,7 @@ use crate::action::Action;
 use crate::algorithm::{
     Algorithm, Bucket, FixedWindow, Operation, Plan, SlidingCounter, SlidingLog,
 };
-use crate::charge::{Charge, ChargeError};
+use crate::charge::{Charge, ChargeError, OnStoreFailure};
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
 use crate::key::{Fingerprint, HashSecret};
@@ -384,6 +385,32 @@ impl Store for MemoryStore {
         charges: &[Charge<'_>],
     ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
         Outcome::<Ready<_>>::Ready(self.decide_all_now(action, charges))
+    }
+
+    /// Decides charges for which there is no room, by the failure policy of each. There is no other
+    /// store, so `local` is the error, too.
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let decides = matches!(error, StoreError::Full { .. })
+            && matches!(action, Action::Acquire | Action::Peek);
+        let decide = |charge: &Charge<'_>| {
+            let burst = charge.quota().burst();
+            match charge.on_store_failure() {
+                OnStoreFailure::Allow if decides => {
+                    Ok(Decision::allow(burst, burst).with_source(Source::Allow))
+                }
+                OnStoreFailure::Deny if decides => {
+                    let denied = Decision::deny(burst, Duration::from_secs(1));
+                    Ok(denied.with_reset_after(Duration::ZERO).with_source(Source::Deny))
+                }
+                _ => Err(error.clone()),
+            }
+        };
+        charges.iter().map(decide).collect()
     }
 
     fn clock(&self) -> &dyn Clock {

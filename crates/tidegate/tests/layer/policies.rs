@@ -346,3 +346,20 @@ async fn bytes_that_are_not_utf8_are_a_key_and_not_an_error() {
         assert_eq!(site.asker().get(path, &[]).await.status, StatusCode::OK, "{path}");
     }
 }
+
+/// Policies read `/api/../x` as `/x`, but axum routes it by `/api/{*rest}`.
+#[tokio::test]
+async fn dot_segments_do_not_bypass_a_policy() {
+    let limiter = limiter();
+    let app = Router::new().route("/api/{*rest}", get(async || "hello"));
+    let api = Policy::builder("api", quota(1)).matches("path", ["/api/**"]);
+    let site = Site::start(app.layer(layer(&limiter, [api]))).await;
+    let asker = site.asker();
+    assert_eq!(asker.get("/api/x", &[]).await.status, StatusCode::OK);
+    for path in ["/api/x", "/api/y."] {
+        assert_eq!(asker.get(path, &[]).await.status, StatusCode::TOO_MANY_REQUESTS, "{path}");
+    }
+    for path in ["/api/../x", "/api/%2e%2E/x", "/api/a/../../x", "/api/.", "/api/.%2e"] {
+        assert_eq!(asker.get(path, &[]).await.status, StatusCode::BAD_REQUEST, "{path}");
+    }
+}

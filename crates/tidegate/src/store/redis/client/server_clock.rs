@@ -65,6 +65,10 @@ pub(crate) struct ServerTimes {
 /// the server's clock is unknown.
 const MAX_DELAY: u64 = 1_000_000;
 
+/// Assumed maximum error of other instances' estimates beyond that of our own, in microseconds. A
+/// machine that is busy reads its replies late.
+const MAX_ESTIMATE_ERROR: i64 = 100_000;
+
 impl ServerTimes {
     /// Creates the times of a call from the server's clock; `own_now` reads the store's own clock,
     /// which only times of charges need.
@@ -78,9 +82,10 @@ impl ServerTimes {
         let (deadline, estimated) = (clock.at(deadline), estimate.map(|estimate| estimate.now));
         let times = Self { driven, deadline, estimated, ..Self::default() };
         let Some(own_now) = own_now else { return times };
-        // The charge was made at another estimate, which may have been too early.
+        // The charge was made at another estimate, perhaps of another instance, which may have been
+        // too early.
         let server_now = match estimate {
-            Some(estimate) => Some(estimate.now - 2 * estimate.max_error),
+            Some(estimate) => Some(estimate.now - 2 * estimate.max_error - MAX_ESTIMATE_ERROR),
             None => clock.at(Instant::now()),
         };
         // The store's clock is read last, so that the age of a charge is overestimated rather than
