@@ -47,7 +47,8 @@ script is `bench/python/naive.lua` with the time of the client and a `uuid4` as 
 redis-py with hiredis. "dictionary" is `counts[key] = counts.get(key, 0) + 1` in a function. On
 Redis, Tidegate is `Limiter(url)`, with deny cache and fallback. throttled-py has no log, so its
 counter is compared with Tidegate's. `allow` returns a bool, as the calls of limits and
-pyrate-limiter do; `acquire` returns a decision with the units that are left and the times.
+pyrate-limiter do; `acquire` returns a decision with the units that are left and the times. Methods
+of Tidegate and of limits are bound once, before the loop.
 """
 
 # Use of each round, per decision.

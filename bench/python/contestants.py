@@ -31,7 +31,9 @@ def tidegate(algorithm: str, url: str | None, is_async: bool) -> Names:
 
     limiter = Limiter(url)
     quota = Quota(f"{LIMIT}/minute", algorithm=algorithm)
-    return {"limiter": limiter.aio if is_async else limiter, "quota": quota}
+    if is_async:
+        return {"acquire": limiter.aio.acquire, "quota": quota}
+    return {"acquire": limiter.acquire, "allow": limiter.allow, "quota": quota}
 
 
 def naive_script(_variant: str, url: str | None, is_async: bool) -> Names:
@@ -51,7 +53,7 @@ def limits(strategy: str, url: str | None, is_async: bool) -> Names:
     uri = ("async+" if is_async else "") + (url or "memory://")
     strategies = limits.aio.strategies if is_async else limits.strategies
     limiter = getattr(strategies, strategy)(limits.storage.storage_from_string(uri))
-    return {"limiter": limiter, "item": limits.parse(f"{LIMIT}/minute")}
+    return {"hit": limiter.hit, "item": limits.parse(f"{LIMIT}/minute")}
 
 
 def throttled(algorithm: str, url: str | None, is_async: bool) -> Names:
@@ -114,12 +116,12 @@ OURS = ("token-bucket", "sliding-log", "sliding-counter", "fixed-window", "leaky
 NAIVE_CALL = 'script(keys=["naive:" + key], args=[time.time(), window, limit, str(uuid.uuid4())])'
 LIBRARIES = {
     "dictionary": Library(dictionary, "increment(key)", {"": ""}),
-    "tidegate": Library(tidegate, "limiter.acquire(key, quota)", dict(zip(OURS, OURS))),
-    "tidegate allow": Library(tidegate, "limiter.allow(key, quota)", dict(zip(OURS, OURS))),
+    "tidegate": Library(tidegate, "acquire(key, quota)", dict(zip(OURS, OURS))),
+    "tidegate allow": Library(tidegate, "allow(key, quota)", dict(zip(OURS, OURS))),
     "naive script": Library(naive_script, NAIVE_CALL, {"sliding-log": ""}),
     "limits": Library(
         limits,
-        "limiter.hit(item, key)",
+        "hit(item, key)",
         {
             "sliding-log": "MovingWindowRateLimiter",
             "sliding-counter": "SlidingWindowCounterRateLimiter",
