@@ -48,6 +48,19 @@ async fn doors_that_know_the_address_agree_on_networks() {
     compare("HTTP API", &expected, &record(http::Api::start(&cases).await, &cases).await);
 }
 
+/// The Tower layer refuses them; its own tests show that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn doors_before_another_application_read_dot_segments_alike() {
+    let cases = cases::dot_segments();
+    let expected = record(http::Gateway::start(&cases).await, &cases).await;
+    assert_eq!(expected.keys, expected_keys(&cases), "the keys of the table");
+    assert_eq!(expected.allowed(), expected_outcomes(&cases), "the decisions of the table");
+    let forward_auth = http::ForwardAuth::start(&cases).await;
+    compare("forward-auth", &expected, &record(forward_auth, &cases).await);
+    compare("HTTP API", &expected, &record(http::Api::start(&cases).await, &cases).await);
+    compare("Envoy", &expected, &record(envoy::EnvoyDoor::start(&cases).await, &cases).await);
+}
+
 /// Sends every case through a door.
 async fn record(mut door: impl Door, cases: &[Case]) -> Record {
     let mut answers = Vec::new();
