@@ -112,7 +112,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
                     "wait",
                 ],
             ),
-            ("policies", &["aio", "decision", "error", "limiter", "query"]),
+            ("policies", &["aio", "decision", "error", "limiter", "query", "quota"]),
         ],
     ),
 ];

@@ -50,7 +50,7 @@ async fn doors_that_know_the_address_agree_on_networks() {
 
 /// The Tower layer refuses them; its own tests show that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn doors_before_another_application_read_dot_segments_alike() {
+async fn doors_before_another_application_agree_on_dot_segments() {
     let cases = cases::dot_segments();
     let expected = record(http::Gateway::start(&cases).await, &cases).await;
     assert_eq!(expected.keys, expected_keys(&cases), "the keys of the table");
