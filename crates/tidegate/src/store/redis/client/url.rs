@@ -55,9 +55,10 @@ impl Url {
             tls,
             user: Some(decoded(user)?).filter(|user| !user.is_empty()),
             password: Some(decoded(password)?).filter(|password| !password.is_empty()),
-            database: match database.trim_matches('/') {
-                "" => 0,
-                database => parse_database(database)?,
+            database: match (query_option(query, "db"), database.trim_matches('/')) {
+                (Some(database), _) => parse_database(&database)?,
+                (None, "") => 0,
+                (None, database) => parse_database(database)?,
             },
         })
     }
@@ -66,17 +67,12 @@ impl Url {
     fn parse_unix(path: &str, query: &str) -> Option<Self> {
         let path = path.strip_prefix("localhost").unwrap_or(path);
         let path = path.starts_with('/').then(|| decoded(path)).flatten()?;
-        let option = |name: &str| {
-            let mut pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
-            let (_, value) = pairs.rfind(|(other, _)| *other == name)?;
-            Some(percent_decode_str(&value.replace('+', " ")).decode_utf8_lossy().into_owned())
-        };
         Some(Self {
             address: Address::Unix(path.into()),
             tls: false,
-            user: option("user"),
-            password: option("pass"),
-            database: option("db").map_or(Some(0), |db| parse_database(&db))?,
+            user: query_option(query, "user"),
+            password: query_option(query, "pass"),
+            database: query_option(query, "db").map_or(Some(0), |db| parse_database(&db))?,
         })
     }
 }
@@ -106,6 +102,13 @@ fn parse_address(text: &str) -> Option<Address> {
     (!is_wildcard).then_some(Address::Tcp { host, port })
 }
 
+/// Returns the value of the last option of this name.
+fn query_option(query: &str, name: &str) -> Option<String> {
+    let mut pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+    let (_, value) = pairs.rfind(|(other, _)| *other == name)?;
+    Some(percent_decode_str(&value.replace('+', " ")).decode_utf8_lossy().into_owned())
+}
+
 fn parse_database(text: &str) -> Option<i64> {
     text.parse().ok().filter(|database| (0..=MAX_DATABASE).contains(database))
 }
@@ -131,6 +134,17 @@ mod tests {
         let settings = info.redis_settings();
         let text = |text: Option<&str>| text.map(str::to_owned);
         Some((address, text(settings.username()), text(settings.password()), settings.db()))
+    }
+
+    /// As for redis-py; the `redis` crate ignores the option, and would use database 0.
+    #[test]
+    fn database_may_be_an_option_of_the_query() {
+        let database = |url| Url::parse(url).map(|url| url.database).ok();
+        assert_eq!(database("redis://h?db=3"), Some(3));
+        assert_eq!(database("rediss://u:p@h:6380/2?x=1&db=3"), Some(3));
+        assert_eq!(database("redis://h/2?x=1"), Some(2));
+        assert_eq!(database("redis://h?db=x"), None);
+        assert_eq!(database("redis://h/2?db="), None);
     }
 
     #[test]
