@@ -135,10 +135,15 @@ impl From<PolicyDecisions<'static>> for Decisions {
 }
 
 impl Decisions {
-    /// Returns the decisions for a refund, at the first call only.
-    pub(crate) fn to_refund(&self) -> PolicyDecisions<'static> {
-        let is_refunded = self.is_refunded.swap(true, Ordering::Relaxed);
-        if is_refunded { PolicyDecisions::default() } else { self.decisions.clone() }
+    /// Returns the decisions to refund, or those of policies that `refund_on` this status. Only
+    /// the first call that refunds something returns any.
+    pub(crate) fn to_refund(&self, status: Option<u16>) -> PolicyDecisions<'static> {
+        let decisions = match status {
+            Some(status) => self.decisions.refunded_on(status),
+            None => self.decisions.clone(),
+        };
+        let is_repeated = !decisions.is_empty() && self.is_refunded.swap(true, Ordering::Relaxed);
+        if is_repeated { PolicyDecisions::default() } else { decisions }
     }
 }
 

@@ -247,7 +247,7 @@ impl Limiter {
         status: Option<u16>,
     ) -> PyResult<()> {
         let connection = self.connection()?;
-        connection.clone().block_on(py, refund(connection, decisions.to_refund(), status))
+        connection.clone().block_on(py, refund(connection, decisions.to_refund(status)))
     }
 
     fn _start_refund_all(
@@ -257,7 +257,7 @@ impl Limiter {
         decisions: &Decisions,
         status: Option<u16>,
     ) -> PyResult<bool> {
-        let refund = refund(self.connection()?, decisions.to_refund(), status);
+        let refund = refund(self.connection()?, decisions.to_refund(status));
         completions.start(future, refund, |py, ()| Ok(py.None()))
     }
 

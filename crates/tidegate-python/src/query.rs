@@ -72,17 +72,9 @@ impl Query {
     }
 }
 
-/// Returns the units of a request, or of its policies that `refund_on` this status.
-pub(crate) async fn refund(
-    connection: Connection,
-    decisions: PolicyDecisions<'static>,
-    status: Option<u16>,
-) {
+/// Returns the units of a request.
+pub(crate) async fn refund(connection: Connection, decisions: PolicyDecisions<'static>) {
     let Ok(limiter) = connection.limiter().await else { return };
-    let decisions = match status {
-        Some(status) => decisions.refunded_on(status),
-        None => decisions,
-    };
     let limiter = PolicyLimiter::new(limiter, Policies::default());
     limiter.refund(&decisions).await;
 }

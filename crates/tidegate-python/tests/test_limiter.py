@@ -7,7 +7,7 @@ import copy
 import pickle
 
 import pytest
-from tidegate import Decision, Limiter, ManualClock, Quota, StoreError
+from tidegate import Decision, Limiter, ManualClock, Policies, PolicyLimiter, Quota, StoreError
 
 
 def test_limit_is_exact_and_a_denial_says_how_long() -> None:
@@ -112,6 +112,24 @@ def test_acquire_all_takes_all_or_nothing() -> None:
     assert limiter.acquire_all(charges)
     with pytest.raises(IndexError):
         second[2]
+
+
+def test_status_without_a_refund_does_not_use_up_the_refund() -> None:
+    policies = Policies.parse(
+        """
+        attributes: [user]
+        policies:
+          - {name: logins, key: [user], limit: 3, window: 1h, refund_on: {status: [2xx]}}
+        """
+    )
+    limiter = PolicyLimiter(Limiter(clock=ManualClock()), policies)
+    for _ in range(2):
+        decisions = limiter.acquire({"user": "ann"})
+    remaining = []
+    for status in (500, 200, 200):
+        limiter.refund(decisions, status=status)
+        remaining.append(limiter.peek({"user": "ann"}).binding.remaining)
+    assert remaining == [0, 1, 1]
 
 
 def test_headers() -> None:
