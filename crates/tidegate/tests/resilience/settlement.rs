@@ -303,8 +303,9 @@ async fn debts_of_one_node_are_reported_concurrently() {
     store.set_shard_fault(1, Fault::Slow(round_trip));
     let (calls, start) = (store.calls(), Instant::now());
     assert_eq!(fallback.settle().await, 200);
-    // Eight reads come first, and the recovery may read a count meanwhile.
-    assert!((208..=210).contains(&(store.calls() - calls)), "{}", store.calls() - calls);
+    // Up to eight reads of the debts in the first shard of the ledger come first: a shard has few or
+    // many of the 200, by a random hash. The recovery may read a count meanwhile.
+    assert!((201..=210).contains(&(store.calls() - calls)), "{}", store.calls() - calls);
     // The first calls check the store, then there is one round trip per shard of the ledger.
     assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
