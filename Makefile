@@ -205,19 +205,29 @@ plan-costs: ## Rewrite the costs of tidegate plan (plan/costs.txt); review and c
 # The wheel is installed into a folder of its own, where pytest imports it.
 WHEELS = $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
 MATURIN = .venv/bin/maturin build --locked --quiet --out $(WHEELS)
-PYTHON_PROFILE = wheel
+# The sequences are those that the conformance suite runs.
+TARGET = $(abspath $(or $(CARGO_TARGET_DIR),target))
+BUILD_TESTS = cargo build --quiet --workspace --locked --lib --tests --examples
+TEST_PYTHON = $(TARGET)/debug/examples/conformance_sequences > $(WHEELS)/sequences.jsonl && \
+	cd crates/tidegate-python && PYTHONPATH=$(WHEELS)/installed PYTHONDONTWRITEBYTECODE=1 \
+	TIDEGATE_SEQUENCES=$(WHEELS)/sequences.jsonl $(CURDIR)/.venv/bin/python -m pytest -q \
+	-p no:cacheprovider --durations 5 tests
 python: .venv/installed ## Build the wheel of the Python package, and test it as it is installed
+	$(BUILD_TESTS)
 	rm -rf $(WHEELS)/tidegate-[0-9]*.whl $(WHEELS)/installed
-	$(MATURIN) --profile $(PYTHON_PROFILE) --manifest-path crates/tidegate-python/Cargo.toml
+	$(MATURIN) --profile wheel --manifest-path crates/tidegate-python/Cargo.toml
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(WHEELS)/installed \
 		$(WHEELS)/tidegate-[0-9]*.whl
-	cargo run --quiet --locked -p tidegate --example conformance_sequences > $(WHEELS)/sequences.jsonl
-	cd crates/tidegate-python && PYTHONPATH=$(WHEELS)/installed PYTHONDONTWRITEBYTECODE=1 \
-		TIDEGATE_SEQUENCES=$(WHEELS)/sequences.jsonl $(CURDIR)/.venv/bin/python -m pytest -q -p no:cacheprovider --durations 5 tests
+	$(TEST_PYTHON)
 	@ls -l $(WHEELS)/tidegate-[0-9]*.whl
 
-test-python: # The same, built without optimization.
-	$(MAKE) python PYTHON_PROFILE=dev
+# The same without a wheel: maturin would compile the library and all that it needs a second time.
+test-python: .venv/installed
+	$(BUILD_TESTS)
+	rm -rf $(WHEELS)/installed && mkdir -p $(WHEELS)/installed
+	cp -r crates/tidegate-python/python/tidegate $(WHEELS)/installed
+	cp $(TARGET)/debug/libtidegate_python.so $(WHEELS)/installed/tidegate/_tidegate.abi3.so
+	$(TEST_PYTHON)
 
 python-server: .venv/installed ## Build the wheel with the binary: pip install tidegate-server
 	rm -rf $(WHEELS)/tidegate_server-*.whl

@@ -4,15 +4,18 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 use tidegate::{
-    Algorithm, Decision, Encoding, Explanation, Mode, PolicyDecision, PolicyDecisions, Quota,
-    normalize_host,
+    Algorithm, Decision, Encoding, Explanation, Hold, HoldStatus, HoldTerms, Mode, PolicyDecision,
+    PolicyDecisions, Quota, QuotaError, UnknownName, normalize_host,
 };
+use tidegate_config::policies::holds;
 
 use crate::duration::millis_rounded_up;
+use crate::operation::{HoldAnswer, Operation};
 
 /// The largest `age_ms`: 10 years, longer than any count is kept.
 pub const MAX_AGE_MS: u64 = 10 * 366 * 86_400_000;
@@ -40,9 +43,71 @@ pub struct QueryBody<'a> {
     /// Number of units; by default that of the policy, otherwise 1.
     #[schema(minimum = 1)]
     pub cost: Option<u64>,
-    /// Only for a refund, which requires it: age of the charge in milliseconds, measured from just
-    /// before it was sent.
+    /// Only for a refund, which requires it or `id`: age of the charge in milliseconds, measured
+    /// from just before it was sent.
     pub age_ms: Option<u64>,
+    /// Id of the request. While it is remembered, a request with the same id is the same request:
+    /// it gets the same answer, and nothing is charged. A reservation without an id gets a random
+    /// one.
+    #[serde(borrow)]
+    #[schema(value_type = Option<String>)]
+    pub id: Option<Text<'a>>,
+    /// Only for an acquire with `id`: time for which the id is remembered; 60000 by default.
+    pub id_ttl_ms: Option<u64>,
+    /// Time after which the reservation ends; by default that of the policy, whose maximum applies.
+    pub ttl_ms: Option<u64>,
+    /// Number of units that were used. 0 cancels the reservation.
+    pub actual: Option<u64>,
+}
+
+impl QueryBody<'_> {
+    /// Checks that the body has the fields of this operation, and no others. Returns the hold.
+    pub fn hold(&self, operation: Operation) -> Result<Option<Arc<Hold>>, String> {
+        let (path, fields) = (operation.path(), operation.fields());
+        for (name, is_given) in [
+            ("cost", self.cost.is_some()),
+            ("age_ms", self.age_ms.is_some()),
+            ("id", self.id.is_some()),
+            ("id_ttl_ms", self.id_ttl_ms.is_some()),
+            ("ttl_ms", self.ttl_ms.is_some()),
+            ("actual", self.actual.is_some()),
+        ] {
+            if is_given && !fields.contains(&name) {
+                let others = Operation::OF_API.into_iter().filter(|it| it.fields().contains(&name));
+                let others: Vec<&str> = others.map(Operation::path).collect();
+                let (others, fields) = (others.join(", "), fields.join(", "));
+                return Err(format!("{name} is a field of {others}; {path} has {fields}"));
+            }
+            if !is_given && operation.required().contains(&name) {
+                let meaning = match name {
+                    "id" => "that of the reservation",
+                    _ => "the units that were used, or 0 to cancel the reservation",
+                };
+                return Err(format!("{path} needs {name}: {meaning}"));
+            }
+        }
+        if self.id_ttl_ms.is_some() && self.id.is_none() {
+            return Err("id_ttl_ms is the time for which an id is remembered: send id, too".into());
+        }
+        if operation == Operation::Refund {
+            let error = match (&self.id, self.age_ms, self.cost) {
+                (Some(_), None, None) | (None, Some(_), _) => None,
+                (Some(_), ..) => Some(
+                    "a refund by id returns exactly the units of that id: send neither cost nor \
+                     age_ms",
+                ),
+                (None, None, _) => Some(
+                    "a refund needs id: that of its charge; or age_ms: the age of its charge in \
+                     milliseconds, measured from just before the charge was sent",
+                ),
+            };
+            if let Some(error) = error {
+                return Err(error.to_owned());
+            }
+        }
+        let hold = operation.hold(self.id.as_deref(), self.id_ttl_ms.or(self.ttl_ms));
+        hold.map_err(|error| error.to_string())
+    }
 }
 
 /// Returns the host of the request to the nearest proxy, which is the last one of the list.
@@ -149,7 +214,8 @@ impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct QuotaBody {
-    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    /// sliding-log (default), sliding-counter, fixed-window, token-bucket, leaky-bucket or
+    /// concurrency.
     #[schema(value_type = Option<Algorithms>)]
     algorithm: Option<String>,
     /// For sliding-log: sorted-set (default) or packed; for sliding-counter: hash (default) or
@@ -162,33 +228,81 @@ pub struct QuotaBody {
     /// them, by its number of blocks in the last day.
     #[schema(value_type = Option<BlockLengths>)]
     block_for: Option<BlockLengths>,
-    /// Units per window.
+    /// Units per window, or in flight.
     #[schema(minimum = 1)]
     limit: u64,
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d.
-    window: String,
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d. Required, except for concurrency,
+    /// which has none.
+    window: Option<String>,
     /// Capacity of a bucket; by default the limit.
     #[schema(minimum = 1)]
     burst: Option<u64>,
+    /// Lifetime of reservations.
+    #[schema(value_type = Option<HoldBody>)]
+    hold: Option<Object<HoldBody>>,
+}
+
+/// Lifetime of reservations, and the effect of their end on the units.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HoldBody {
+    /// Time after which one ends that is neither settled nor renewed, from 1s to 24h; 60s by
+    /// default.
+    ttl: Option<String>,
+    /// Time after which one ends however often it is renewed, from 1s to 24h; 10m by default.
+    max_ttl: Option<String>,
+    /// charge (default): the units of one that ends without a commit stay charged; release: they
+    /// return, as those of concurrency do.
+    #[schema(value_type = Option<OnExpires>)]
+    on_expire: Option<String>,
+}
+
+impl HoldBody {
+    fn terms(&self, algorithm: Algorithm) -> Result<HoldTerms, String> {
+        let duration = |name: &str, text: &Option<String>| {
+            let parsed = text.as_deref().map(tidegate_config::duration::parse).transpose();
+            parsed.map_err(|error| format!("{name}: {error}"))
+        };
+        let times = (duration("ttl", &self.ttl)?, duration("max_ttl", &self.max_ttl)?);
+        let terms =
+            HoldTerms::with_defaults(times.0, times.1).map_err(|error| error.to_string())?;
+        let Some(name) = &self.on_expire else { return Ok(terms) };
+        let on_expire = name.parse().map_err(|error: UnknownName| error.to_string())?;
+        Ok(holds::with_on_expire(terms, algorithm, on_expire)?)
+    }
 }
 
 impl QuotaBody {
     /// Returns the quota, or a description of its error.
     pub fn quota(&self) -> Result<Quota, String> {
         let algorithm: Algorithm = match &self.algorithm {
-            Some(name) => name
-                .parse()
-                .map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
+            Some(name) => {
+                name.parse().map_err(|error: UnknownName| format!("quota.algorithm: {error}"))?
+            }
             None => Algorithm::SlidingLog,
         };
-        let window = tidegate_config::duration::parse(&self.window)
-            .map_err(|error| format!("quota.window: {error}"))?;
-        let quota_error = |error: tidegate::QuotaError| format!("quota: {error}");
-        let mut quota = Quota::new(algorithm, self.limit, window).map_err(quota_error)?;
+        let quota_error = |error: QuotaError| format!("quota: {error}");
+        let mut quota = match (&self.window, algorithm) {
+            (None, Algorithm::Concurrency) => Quota::concurrency(self.limit),
+            (Some(_), Algorithm::Concurrency) => Err(QuotaError::NoWindow),
+            (None, _) => {
+                return Err(format!("quota.window is missing, which {algorithm} needs: 60s"));
+            }
+            (Some(window), _) => {
+                let window = tidegate_config::duration::parse(window)
+                    .map_err(|error| format!("quota.window: {error}"))?;
+                Quota::new(algorithm, self.limit, window)
+            }
+        }
+        .map_err(quota_error)?;
+        if let Some(Object(hold)) = &self.hold {
+            let terms = hold.terms(algorithm).map_err(|error| format!("quota.hold: {error}"))?;
+            quota = quota.with_holds(terms);
+        }
         if let Some(encoding) = &self.encoding {
             let encoding: Encoding = encoding
                 .parse()
-                .map_err(|error: tidegate::UnknownName| format!("quota.encoding: {error}"))?;
+                .map_err(|error: UnknownName| format!("quota.encoding: {error}"))?;
             quota = quota.with_encoding(encoding).map_err(quota_error)?;
         }
         if let Some(count_denied) = self.count_denied {
@@ -228,6 +342,15 @@ pub enum Algorithms {
     FixedWindow,
     TokenBucket,
     LeakyBucket,
+    Concurrency,
+}
+
+/// Effect of the end of a reservation that was not committed on its units.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+pub enum OnExpires {
+    Charge,
+    Release,
 }
 
 /// Encoding of a sliding-log or sliding-counter in Redis.
@@ -263,6 +386,33 @@ pub struct DecisionsBody<'a> {
     /// Whether each policy applies, and why. Only with `?explain` and attributes.
     #[schema(required = false)]
     policies: Option<Vec<ExplanationBody<'a>>>,
+    #[serde(flatten)]
+    hold: ReservationBody,
+}
+
+/// Reservation of a request. Absent if it has none, or is denied.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; `push_hold` writes it")]
+pub struct ReservationBody {
+    /// Id, for its commit.
+    #[schema(required = false)]
+    reservation: Option<String>,
+    /// Time until it ends; 0 if nothing is held.
+    #[schema(required = false)]
+    expires_after_ms: Option<u64>,
+    /// True if the id was known: this is the earlier answer, and nothing was charged.
+    #[schema(required = false)]
+    replayed: Option<bool>,
+    /// Whether this commit or refund, or an earlier one, has settled it. Otherwise the id is
+    /// unknown or the reservation has ended, and a commit has reported its units.
+    #[schema(required = false)]
+    settled: Option<bool>,
+    /// True if the store is unavailable: the commit is made later.
+    #[schema(required = false)]
+    pending: Option<bool>,
+    /// Whether the renewed units are held.
+    #[schema(required = false)]
+    held: Option<bool>,
 }
 
 /// Why a policy does or does not apply.
@@ -447,6 +597,26 @@ pub fn explained_body(
         body.extend_from_slice(format!(",\"policies\":{policies}}}").as_bytes());
     }
     body
+}
+
+/// Adds the reservation to the body of an answer.
+pub fn push_hold(body: &mut Vec<u8>, operation: Operation, answer: &HoldAnswer<'_>) {
+    let has_status = |status| answer.status == Some(status);
+    body.truncate(body.len() - 1);
+    body.extend_from_slice(b",\"reservation\":");
+    push_text(body, answer.id);
+    let expires_after = format!(",\"expires_after_ms\":{}", answer.expires_after_ms);
+    let fields = match operation {
+        Operation::Commit | Operation::Refund => {
+            let pending = if has_status(HoldStatus::Pending) { ",\"pending\":true" } else { "" };
+            format!(",\"settled\":{}{pending}", has_status(HoldStatus::Settled))
+        }
+        Operation::Renew => format!(",\"held\":{}{expires_after}", has_status(HoldStatus::Held)),
+        _ if has_status(HoldStatus::Replayed) => format!("{expires_after},\"replayed\":true"),
+        _ => expires_after,
+    };
+    body.extend_from_slice(fields.as_bytes());
+    body.push(b'}');
 }
 
 fn body_with_keys(decisions: &PolicyDecisions<'_>, keys: &[Option<String>]) -> Vec<u8> {

@@ -1,5 +1,5 @@
-//! Wire types of Tidegate, declared once: the messages of Envoy's rate limit service, and the
-//! conversions of durations to the integers of the bodies.
+//! Wire types of Tidegate, declared once: the messages of Envoy's rate limit service, the bodies and
+//! operations of the APIs, and the conversions of durations to the integers of the bodies.
 #![allow(
     missing_docs,
     clippy::must_use_candidate,
@@ -14,6 +14,7 @@ pub mod duration;
 #[allow(dead_code, reason = "other crates use more of it")]
 mod fuzz;
 pub mod json;
+pub mod operation;
 mod proto;
 
 pub use proto::envoy;

@@ -11,12 +11,12 @@ use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, 
 use tidegate_net::ListenAddress;
 use tidegate_net::tls::{self, ListenerTls, UpstreamTls};
 
-use crate::envoy::{Limit, Rule, Rules};
+use crate::envoy::{Limit, Rule, RuleHolds, Rules};
 use crate::key_hash;
 use crate::policies::{self, RawPolicy};
 use crate::tokens::Tokens;
 use crate::warning::{self, ConfigWarning};
-use crate::yaml::{Bounded, ConfigError, Document, Ratio};
+use crate::yaml::{Bounded, BoundedDuration, ConfigError, Document, Ratio};
 
 mod auth;
 mod cors;
@@ -87,6 +87,8 @@ pub struct LogDenials {
 pub struct EnvoyConfig {
     pub rules: Rules,
     pub algorithm: Algorithm,
+    /// Key of the descriptor entry that has the id of a request.
+    pub hold_id: Option<String>,
     pub on_store_failure: OnStoreFailure,
     /// Exceptions, by the name of a rule.
     on_store_failures: BTreeMap<String, OnStoreFailure>,
@@ -223,7 +225,7 @@ fn validate(
     let (upstream_tls, ca) = gateway::upstream_tls(document, folder, &raw.gateway)?.unzip();
     files.extend(ca);
     let warnings_without_gateway = match gateway.upstreams[..] {
-        [] => warning::of_refunds(document.name(), &policies, line),
+        [] => warning::of_responses(document.name(), &policies, line),
         _ => Vec::new(),
     };
     files.extend(auth.files.iter().cloned());
@@ -313,7 +315,7 @@ fn envoy(
             texts.push((name, text));
         }
     }
-    let rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
+    let mut rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
         let message = format!("envoy: {error}");
         let unknown = raw
             .algorithms
@@ -328,20 +330,14 @@ fn envoy(
         .map_or(Ok(OnStoreFailure::Local), |it| named(document, it))?;
     let mut on_store_failures = BTreeMap::new();
     for (name, failure) in &raw.on_store_failures {
-        if !rules.rules().any(|rule| rule.name.as_ref() == Some(name)) {
-            return Err(document.error_at(
-                failure,
-                &format!(
-                    "envoy.on_store_failures: no rule is named {name:?}: write the rate_limit.name \
-                     of a rule of envoy.files"
-                ),
-            ));
-        }
+        check_rule_name(document, &rules, "on_store_failures", name, failure)?;
         on_store_failures.insert(name.clone(), named(document, failure)?);
     }
+    set_holds(document, raw, &mut rules)?;
     let envoy = EnvoyConfig {
         rules,
         algorithm,
+        hold_id: raw.hold_id.as_ref().map(|key| key.value.clone()),
         on_store_failure,
         on_store_failures,
         shadow_mode: raw.shadow_mode.get(),
@@ -349,6 +345,55 @@ fn envoy(
         near_limit_ratio: raw.near_limit_ratio.map_or(DEFAULT_NEAR_LIMIT_RATIO, Ratio::get),
     };
     Ok((envoy, files))
+}
+
+/// Checks that a rule has this name.
+fn check_rule_name<T>(
+    document: &Document<'_>,
+    rules: &Rules,
+    field: &str,
+    name: &str,
+    at: &Spanned<T>,
+) -> Result<(), ConfigError> {
+    if rules.rules().any(|rule| rule.name.as_deref() == Some(name)) {
+        return Ok(());
+    }
+    let message = format!(
+        "envoy.{field}: no rule is named {name:?}: write the rate_limit.name of a rule of \
+         envoy.files"
+    );
+    Err(document.error_at(at, &message))
+}
+
+/// Sets what the rules hold until a request ends, and checks that requests have ids.
+fn set_holds(
+    document: &Document<'_>,
+    raw: &raw::RawEnvoy,
+    rules: &mut Rules,
+) -> Result<(), ConfigError> {
+    for (name, field) in &raw.holds {
+        check_rule_name(document, rules, "holds", name, field)?;
+        let raw::RawRuleHolds { reserve, ttl, on_expire } = &field.value;
+        let holds = RuleHolds {
+            reserve: reserve.map(Bounded::get),
+            ttl: ttl.map(BoundedDuration::get),
+            on_expire: on_expire.as_ref().map(|name| named(document, name)).transpose()?,
+        };
+        let set = rules.set_holds(name, holds);
+        set.map_err(|error| document.error_at(field, &format!("envoy: holds.{name}: {error}")))?;
+    }
+    let holds = |rule: &&Rule| rule.reserve.is_some() || rule.limit.is_concurrency();
+    match (&raw.hold_id, rules.rules().find(holds)) {
+        (Some(key), _) if key.value.is_empty() => {
+            Err(document.error_at(key, "envoy: hold_id is empty: write the key of an entry"))
+        }
+        (None, Some(rule)) => Err(document.error(&format!(
+            "envoy: hold_id is missing: the rule {:?} holds units until a request ends, so write \
+             the key of the descriptor entry that has the id of the request",
+            rule.path
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn ipv6_prefix(raw: &raw::RawClientIp) -> u8 {

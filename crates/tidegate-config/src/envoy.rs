@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use prost_types::Struct;
-use tidegate::{Algorithm, Enforcement, Quota, QuotaError, ShowKeys};
+use tidegate::{Algorithm, Enforcement, HoldTerms, OnExpire, Quota, QuotaError, ShowKeys};
 
 use crate::warning::ConfigWarning;
 
@@ -49,6 +49,8 @@ pub struct Rule {
     /// applies.
     pub replaces: Vec<String>,
     pub limit: Limit,
+    /// Units that a request holds until it reports those that it used.
+    pub reserve: Option<u64>,
     pub mode: RuleMode,
     /// For the response to Envoy, if requests are within the limit.
     pub metadata: Option<Struct>,
@@ -60,6 +62,34 @@ impl Rule {
     pub fn show_keys(&self) -> ShowKeys {
         ShowKeys::default_for(self.keys.iter().map(String::as_str))
     }
+
+    fn set_holds(&mut self, holds: RuleHolds) -> Result<(), String> {
+        let Limit::Quota(_, quota) = &mut self.limit else { return Ok(()) };
+        let terms = match holds {
+            RuleHolds { reserve: None, on_expire: None, ttl } if quota.is_concurrency() => {
+                ttl.map_or(*quota.holds(), terms_until)
+            }
+            _ if quota.is_concurrency() => {
+                return Err("a rule of units in flight has no reserve and no on_expire".to_owned());
+            }
+            RuleHolds { reserve: None, .. } => {
+                return Err(
+                    "reserve is missing: only units in flight are held without it".to_owned()
+                );
+            }
+            RuleHolds { reserve: Some(units), .. } if units > quota.limit() => {
+                let limit = quota.limit();
+                return Err(format!("reserve is {units}, but the rule admits at most {limit}"));
+            }
+            RuleHolds { on_expire, ttl, .. } => {
+                let ttl = ttl.unwrap_or_else(|| default_ttl(quota.window()));
+                terms_until(ttl).with_on_expire(on_expire.unwrap_or_default())
+            }
+        };
+        self.reserve = holds.reserve;
+        *quota = quota.clone().with_holds(terms);
+        Ok(())
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,6 +99,14 @@ pub enum Limit {
     /// Limit of 0 per window, which a [`Quota`] cannot have.
     Zero(Unit, Duration),
     Quota(Unit, Quota),
+}
+
+/// Holds of the rules with a name: of their reservations, or of units in flight.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RuleHolds {
+    pub reserve: Option<u64>,
+    pub ttl: Option<Duration>,
+    pub on_expire: Option<OnExpire>,
 }
 
 /// Effect of a rule whose limit is exceeded.
@@ -140,6 +178,12 @@ impl Rules {
         self.all.iter()
     }
 
+    /// Sets the holds of the rules with this name. Returns the reason why they are invalid.
+    pub fn set_holds(&mut self, name: &str, holds: RuleHolds) -> Result<(), String> {
+        let mut rules = self.all.iter_mut().filter(|rule| rule.name.as_deref() == Some(name));
+        rules.try_for_each(|rule| rule.set_holds(holds))
+    }
+
     /// Returns the parts that are loaded, but perhaps not as their author expects.
     pub fn warnings(&self) -> &[ConfigWarning] {
         &self.warnings
@@ -155,11 +199,34 @@ impl Limit {
         unit: Unit,
     ) -> Result<Self, QuotaError> {
         let window = unit.window() * units;
-        match requests {
-            0 => Ok(Self::Zero(unit, window)),
-            requests => Ok(Self::Quota(unit, Quota::new(algorithm, requests.into(), window)?)),
+        let limit = u64::from(requests);
+        match (limit, algorithm) {
+            (0, _) => Ok(Self::Zero(unit, window)),
+            (_, Algorithm::Concurrency) => {
+                let quota = Quota::concurrency(limit)?;
+                Ok(Self::Quota(unit, quota.with_holds(terms_until(default_ttl(window)))))
+            }
+            _ => Ok(Self::Quota(unit, Quota::new(algorithm, limit, window)?)),
         }
     }
+
+    /// Returns whether it limits units in flight.
+    pub fn is_concurrency(&self) -> bool {
+        matches!(self, Self::Quota(_, quota) if quota.is_concurrency())
+    }
+}
+
+/// Returns the time after which a request holds nothing any more, even if it has not ended: the
+/// window, but at least a minute, because requests take time, and at most an hour, because the units
+/// of a proxy that has crashed are held as long.
+fn default_ttl(window: Duration) -> Duration {
+    const MINUTE: Duration = Duration::from_secs(60);
+    window.clamp(MINUTE, 60 * MINUTE)
+}
+
+/// Returns the terms of holds that are not renewed.
+fn terms_until(ttl: Duration) -> HoldTerms {
+    HoldTerms::new(ttl, ttl).unwrap_or_default()
 }
 
 impl From<RuleMode> for Enforcement {

@@ -28,6 +28,8 @@ use std::path::Path;
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::Spanned;
 
+mod cost;
+pub mod holds;
 mod limits;
 mod paths;
 mod policy;

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use tidegate::{Algorithm, KeySource, MemoryStore, Policies, Quota};
+use tidegate::{Algorithm, KeySource, MemoryStore, Policies, Policy, Quota};
 
 /// Warning about a file that is loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,18 +101,33 @@ fn grouped(
     )]
 }
 
-/// Returns a warning for each policy that refunds by the response, which only a gateway sees.
-pub(crate) fn of_refunds(
+/// Returns a warning for each policy that refunds or settles by the response, which only a gateway
+/// sees.
+pub(crate) fn of_responses(
     file: &str,
     policies: &Policies,
     line: impl Fn(&str) -> Option<u64>,
 ) -> Vec<ConfigWarning> {
-    let refunding = policies.iter().filter(|policy| policy.refund_on().is_some());
-    let wrong = "refund_on has no effect, so every request counts";
-    let found: Vec<_> = refunding.map(|policy| (policy.name(), wrong.to_owned())).collect();
-    let explanation = "only the gateway sees responses, and this file has no gateway.upstreams: \
-                       use `tidegate gateway`, or return units by POST /v1/refund";
-    grouped(file, line, &found, explanation)
+    let of = |wrong: &str, applies: fn(&Policy) -> bool, instead: &str| {
+        let found = policies.iter().filter(|policy| applies(policy));
+        let found: Vec<_> = found.map(|policy| (policy.name(), wrong.to_owned())).collect();
+        let explanation = format!(
+            "only the gateway sees responses, and this file has no gateway.upstreams: use \
+             `tidegate gateway`, or {instead}"
+        );
+        grouped(file, &line, &found, &explanation)
+    };
+    let mut warnings = of(
+        "refund_on has no effect, so every request counts",
+        |policy| policy.refund_on().is_some(),
+        "return units by POST /v1/refund",
+    );
+    warnings.extend(of(
+        "cost.actual has no effect, so every request costs its reserve",
+        |policy| policy.settled_by().is_some(),
+        "settle requests by POST /v1/reserve and /v1/commit",
+    ));
+    warnings
 }
 
 /// Memory of an entry of a sliding log, in bytes.

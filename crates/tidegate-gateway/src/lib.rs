@@ -24,7 +24,7 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
-use tidegate::Policies;
+use tidegate::{Policies, RequestLease};
 use tokio::sync::Semaphore;
 use tower::Service;
 
@@ -189,11 +189,12 @@ impl ReverseProxy {
         let upload = IdleTimeoutBody::new(body, self.idle_timeout, self.min_upload_rate);
         let body = read_ahead::read_ahead(&head.method, upload, &self.read_ahead).await?;
         let exchange = Exchange::of(&head.extensions).cloned();
+        let lease = head.extensions.get::<RequestLease>().cloned();
         let (mut response, call) = self.send(head, body, client).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());
         }
-        self.to_client(response, call, client_upgrade, exchange)
+        self.to_client(response, call, client_upgrade, exchange, lease)
     }
 
     /// Sends the request until an upstream responds, as often as the retry policy allows.
@@ -269,6 +270,7 @@ impl ReverseProxy {
         call: OpenCall,
         client_upgrade: Option<OnUpgrade>,
         exchange: Option<Arc<Exchange>>,
+        lease: Option<RequestLease>,
     ) -> Result<Response<Body>, ProxyError> {
         // The listener picks the version towards the client, independent of the upstream's.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
@@ -291,7 +293,8 @@ impl ReverseProxy {
         let tunnel = tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout, exchange);
         tokio::spawn(async move {
             tunnel.await;
-            drop(call);
+            // The request was in flight for as long as its tunnel was open.
+            drop((call, lease));
         });
         let headers = response.headers_mut();
         let protocol = headers.get(header::UPGRADE).cloned();

@@ -37,7 +37,8 @@ impl RequestLimiter for GatewayLimiter {
         let peer = parts.extensions.get::<Peer>().ok_or(QueryError::UnknownPeer)?;
         let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
         // The trace of the request continues in the span of its exchange, which is entered now.
-        let progress = active.limiter.start(Action::Acquire, Query::attributes(&request));
+        let query = Query::attributes(&request).with_lease();
+        let progress = active.limiter.start(Action::Acquire, query);
         if let Some(exchange) = Exchange::of(&parts.extensions) {
             match &progress {
                 Ok(Progress::Decided(decisions)) => exchange.decided(Ok(decisions)),

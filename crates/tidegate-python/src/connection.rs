@@ -1,8 +1,10 @@
 //! [`Connection`]: the limiter of this process, which may have to connect first.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use pyo3::prelude::*;
 use tidegate::store::redis::Builder;
 use tidegate::{DenyCache, Fallback, Fleet, Limiter, ManualClock, MemoryStore, StoreError};
@@ -60,13 +62,16 @@ impl Connection {
         py: Python<'_>,
         call: impl Future<Output = T> + Send,
     ) -> PyResult<T> {
+        let mut call = pin!(call);
+        // Memory answers at once, without the runtime, which would renew permits in it.
+        if let Self::Ready(limiter) = &self
+            && matches!(limiter.store(), AnyStore::Memory(_))
+            && let Some(answer) = call.as_mut().now_or_never()
+        {
+            return Ok(answer);
+        }
         let driver = self.driver()?;
-        Ok(match self {
-            Self::Ready(limiter) if matches!(limiter.store(), AnyStore::Memory(_)) => {
-                driver.block_on(call)
-            }
-            _ => py.detach(|| driver.block_on(call)),
-        })
+        Ok(py.detach(|| driver.block_on(call)))
     }
 
     pub(crate) fn limiter_blocking(self) -> Result<AnyLimiter, StoreError> {

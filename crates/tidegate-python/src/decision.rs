@@ -62,6 +62,16 @@ impl Decision {
     }
 
     #[getter]
+    fn hold_status(&self) -> Option<&'static str> {
+        self.answer.hold.map(|hold| hold.status.as_str())
+    }
+
+    #[getter]
+    fn expires_after(&self) -> f64 {
+        self.answer.hold.map_or(0.0, |hold| hold.expires_after().as_secs_f64())
+    }
+
+    #[getter]
     fn policy(&self) -> &str {
         let of_quota = || self.quota.as_ref().map(|quota| quota.get().0.default_policy_name());
         self.policy.as_deref().or_else(of_quota).unwrap_or_default()
@@ -184,6 +194,21 @@ impl Decisions {
     #[getter]
     fn denied_by(&self, py: Python<'_>) -> PyResult<Option<Py<Decision>>> {
         self.decisions.denied_by().map(|entry| Decision::of_entry(py, entry)).transpose()
+    }
+
+    #[getter]
+    fn hold_id(&self) -> Option<&str> {
+        self.decisions.hold().map(|(hold, _)| hold.id())
+    }
+
+    #[getter]
+    fn hold_status(&self) -> Option<&'static str> {
+        self.decisions.hold().map(|(_, state)| state.status.as_str())
+    }
+
+    #[getter]
+    fn expires_after(&self) -> f64 {
+        self.decisions.hold().map_or(0.0, |(_, state)| state.expires_after().as_secs_f64())
     }
 
     #[getter]

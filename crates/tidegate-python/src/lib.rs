@@ -9,6 +9,7 @@ mod aio;
 mod connection;
 mod decision;
 mod error;
+mod hold;
 mod limiter;
 mod logs;
 mod policies;
@@ -26,6 +27,8 @@ mod extension {
     use super::decision::{Decision, Decisions};
     #[pymodule_export]
     use super::error::StoreError;
+    #[pymodule_export]
+    use super::hold::{Held, Hold};
     #[pymodule_export]
     use super::limiter::{Limiter, ManualClock};
     #[pymodule_export]

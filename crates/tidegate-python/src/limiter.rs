@@ -17,6 +17,7 @@ use crate::aio::Completions;
 use crate::connection::{AnyLimiter, Connection, Settings, memory};
 use crate::decision::{Decision, Decisions};
 use crate::error::{limiter_error, value_error};
+use crate::hold::{Held, Hold};
 use crate::logs;
 use crate::process::{PerProcess, driver};
 use crate::query::{Query, Request, refund};
@@ -107,11 +108,15 @@ impl Limiter {
         Ok(Self { backend, on_store_failure, timeout })
     }
 
-    /// Takes units of the quota for this key, or denies.
+    /// Takes units of the quota for this key, or denies. With an `id`, a retry is not charged again
+    /// for `id_ttl` seconds.
     #[pyo3(
-        signature = (key, quota, cost = Units(1), *, policy = None, on_store_failure = None),
-        text_signature = "($self, key, quota, cost=1, *, policy=None, on_store_failure=None)"
+        signature = (key, quota, cost = Units(1), *, policy = None, on_store_failure = None,
+            id = None, id_ttl = 600.0),
+        text_signature = "($self, key, quota, cost=1, *, policy=None, on_store_failure=None, \
+            id=None, id_ttl=600.0)"
     )]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn acquire(
         &self,
         py: Python<'_>,
@@ -120,15 +125,23 @@ impl Limiter {
         cost: Units,
         policy: Option<&str>,
         on_store_failure: Option<&str>,
+        id: Option<&str>,
+        id_ttl: f64,
     ) -> PyResult<Decision> {
         let failure = self.on_store_failure(on_store_failure)?;
         let charge = charge(key, quota.get(), cost, policy, failure, Timestamp::ZERO);
-        self.decide_charge(py, Action::Acquire, &charge).map(|answer| Decision {
+        let to_decision = |answer| Decision {
             answer,
             quota: Some(quota.clone().unbind()),
             policy: policy.map(Into::into),
             is_shadow: false,
-        })
+        };
+        if id.is_some() {
+            let hold = Hold::new(id, None, Some(id_ttl))?;
+            let charge = charge.with_hold(&hold.0);
+            return self.decide_charge(py, Action::Acquire, &charge).map(to_decision);
+        }
+        self.decide_charge(py, Action::Acquire, &charge).map(to_decision)
     }
 
     /// Takes units as `acquire` does, and returns only whether the request may pass.
@@ -159,9 +172,11 @@ impl Limiter {
         policy: Option<&str>,
         on_store_failure: Option<&str>,
         charged_at: Option<f64>,
+        hold: Option<Py<Hold>>,
     ) -> PyResult<Decision> {
         let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
         let charge = charge(key, quota.get(), cost, policy, failure, charged_at);
+        let charge = with_hold(charge, hold.as_ref());
         self.decide_charge(py, to_action(action)?, &charge).map(|answer| Decision {
             answer,
             quota: Some(quota.clone().unbind()),
@@ -183,12 +198,14 @@ impl Limiter {
         policy: Option<String>,
         on_store_failure: Option<&str>,
         charged_at: Option<f64>,
+        hold: Option<Py<Hold>>,
     ) -> PyResult<bool> {
         let (failure, charged_at) = (self.on_store_failure(on_store_failure)?, time(charged_at)?);
         let (action, connection) = (to_action(action)?, self.connection()?);
         let (owned, name) = (quota.get().clone(), policy.clone());
         let call = async move {
             let charge = charge(&key, &owned, cost, name.as_deref(), failure, charged_at);
+            let charge = with_hold(charge, hold.as_ref());
             connection.limiter().await?.decide(action, &charge).await
         };
         completions.start(future, call, |py, decided| to_decision(py, decided, quota, policy))
@@ -222,9 +239,10 @@ impl Limiter {
         action: &str,
         charges: Vec<Bound<'_, PyTuple>>,
         on_store_failure: Option<&str>,
+        hold: Option<&Hold>,
     ) -> PyResult<Decisions> {
         let action = to_action(action)?;
-        self.prepare(action, charges, on_store_failure)?.decide(py)
+        self.prepare(action, charges, on_store_failure, hold)?.decide(py)
     }
 
     fn _start_all(
@@ -234,9 +252,33 @@ impl Limiter {
         action: &str,
         charges: Vec<Bound<'_, PyTuple>>,
         on_store_failure: Option<&str>,
+        hold: Option<&Hold>,
     ) -> PyResult<bool> {
         let action = to_action(action)?;
-        self.prepare(action, charges, on_store_failure)?.start(completions, future)
+        self.prepare(action, charges, on_store_failure, hold)?.start(completions, future)
+    }
+
+    /// Takes units until the answer is released.
+    fn _hold(
+        &self,
+        py: Python<'_>,
+        charges: Vec<Bound<'_, PyTuple>>,
+        on_store_failure: Option<&str>,
+        hold: &Hold,
+    ) -> PyResult<Held> {
+        self.prepare(Action::Acquire, charges, on_store_failure, Some(hold))?.hold(py)
+    }
+
+    fn _start_hold(
+        &self,
+        completions: &Completions,
+        future: &Bound<'_, PyAny>,
+        charges: Vec<Bound<'_, PyTuple>>,
+        on_store_failure: Option<&str>,
+        hold: &Hold,
+    ) -> PyResult<bool> {
+        let query = self.prepare(Action::Acquire, charges, on_store_failure, Some(hold))?;
+        query.start_hold(completions, future)
     }
 
     /// Returns the units of a request that failed, or those of the policies that refund this status.
@@ -303,9 +345,11 @@ impl Limiter {
         policies: Arc<Policies>,
         action: Action,
         request: Request,
+        hold: Option<&Hold>,
     ) -> PyResult<Query> {
         let (connection, timeout) = (self.connection()?, self.timeout);
-        Ok(Query { connection, timeout, policies, action, request })
+        let hold = hold.map(|hold| Arc::clone(&hold.0));
+        Ok(Query { connection, timeout, policies, action, request, hold })
     }
 
     fn on_store_failure(&self, given: Option<&str>) -> PyResult<OnStoreFailure> {
@@ -345,6 +389,7 @@ impl Limiter {
         action: Action,
         charges: Vec<Bound<'_, PyTuple>>,
         on_store_failure: Option<&str>,
+        hold: Option<&Hold>,
     ) -> PyResult<Query> {
         let failure = self.on_store_failure(on_store_failure)?;
         let charges = charges.iter().map(|charge| {
@@ -369,7 +414,7 @@ impl Limiter {
                 .with_on_store_failure(failure))
         });
         let charges = charges.collect::<PyResult<_>>()?;
-        self.query(Arc::default(), action, Request::Charges(charges))
+        self.query(Arc::default(), action, Request::Charges(charges), hold)
     }
 }
 
@@ -389,6 +434,13 @@ fn charge<'a>(
         .with_charged_at(charged_at);
     match policy {
         Some(policy) => charge.with_policy(policy),
+        None => charge,
+    }
+}
+
+fn with_hold<'a>(charge: Charge<'a>, hold: Option<&'a Py<Hold>>) -> Charge<'a> {
+    match hold {
+        Some(hold) => charge.with_hold(&hold.get().0),
         None => charge,
     }
 }
@@ -415,6 +467,7 @@ pub(crate) fn to_action(name: &str) -> PyResult<Action> {
         "report" => Action::Report,
         "refund" => Action::Refund,
         "reset" => Action::Reset,
+        "commit" => Action::Commit,
         _ => return Err(value_error(format!("{name:?} is not an action"))),
     })
 }

@@ -12,6 +12,7 @@ use tidegate::layer::CustomAttributes;
 use crate::aio::Completions;
 use crate::decision::Decisions;
 use crate::error::value_error;
+use crate::hold::{Held, Hold};
 use crate::limiter::{Limiter, to_action};
 use crate::query::{Query, Request};
 use crate::quota::Units;
@@ -42,6 +43,13 @@ impl Policies {
     #[getter]
     fn names(&self) -> Vec<&str> {
         self.0.iter().map(tidegate::Policy::name).collect()
+    }
+
+    /// Names of the policies that limit what is in flight.
+    #[getter]
+    fn in_flight(&self) -> Vec<&str> {
+        let in_flight = self.0.iter().filter(|policy| policy.quota().is_concurrency());
+        in_flight.map(tidegate::Policy::name).collect()
     }
 }
 
@@ -112,9 +120,9 @@ impl PolicyLimiter {
         action: &str,
         attributes: BTreeMap<String, String>,
         cost: Option<Units>,
+        hold: Option<&Hold>,
     ) -> PyResult<Decisions> {
-        self.query(action, Request::Attributes { attributes, cost: cost.map(|Units(cost)| cost) })?
-            .decide(py)
+        self.query(action, by(attributes, cost), hold)?.decide(py)
     }
 
     fn _start(
@@ -124,13 +132,32 @@ impl PolicyLimiter {
         action: &str,
         attributes: BTreeMap<String, String>,
         cost: Option<Units>,
+        hold: Option<&Hold>,
     ) -> PyResult<bool> {
-        self.query(action, Request::Attributes { attributes, cost: cost.map(|Units(cost)| cost) })?
-            .start(completions, future)
+        self.query(action, by(attributes, cost), hold)?.start(completions, future)
+    }
+
+    fn _hold(
+        &self,
+        py: Python<'_>,
+        attributes: BTreeMap<String, String>,
+        cost: Option<Units>,
+    ) -> PyResult<Held> {
+        self.query("acquire", by(attributes, cost), None)?.hold(py)
+    }
+
+    fn _start_hold(
+        &self,
+        completions: &Completions,
+        future: &Bound<'_, PyAny>,
+        attributes: BTreeMap<String, String>,
+        cost: Option<Units>,
+    ) -> PyResult<bool> {
+        self.query("acquire", by(attributes, cost), None)?.start_hold(completions, future)
     }
 
     fn _acquire_request(&self, py: Python<'_>, request: HttpRequest) -> PyResult<Decisions> {
-        self.query("acquire", self.http_request(request)?)?.decide(py)
+        self.query("acquire", self.http_request(request)?, None)?.decide(py)
     }
 
     fn _start_request(
@@ -139,7 +166,7 @@ impl PolicyLimiter {
         future: &Bound<'_, PyAny>,
         request: HttpRequest,
     ) -> PyResult<bool> {
-        self.query("acquire", self.http_request(request)?)?.start(completions, future)
+        self.query("acquire", self.http_request(request)?, None)?.start(completions, future)
     }
 }
 
@@ -148,8 +175,9 @@ type HttpRequest =
     (String, Vec<u8>, Vec<(Vec<u8>, Vec<u8>)>, Option<String>, Option<BTreeMap<String, String>>);
 
 impl PolicyLimiter {
-    fn query(&self, action: &str, request: Request) -> PyResult<Query> {
-        self.limiter.get().query(Arc::clone(&self.policies), to_action(action)?, request)
+    fn query(&self, action: &str, request: Request, hold: Option<&Hold>) -> PyResult<Query> {
+        let (policies, action) = (Arc::clone(&self.policies), to_action(action)?);
+        self.limiter.get().query(policies, action, request, hold)
     }
 
     fn http_request(&self, request: HttpRequest) -> PyResult<Request> {
@@ -166,6 +194,10 @@ impl PolicyLimiter {
         let client_ip = Arc::clone(&self.client_ip);
         Ok(Request::Http { parts: Box::new(parts), peer, client_ip })
     }
+}
+
+fn by(attributes: BTreeMap<String, String>, cost: Option<Units>) -> Request {
+    Request::Attributes { attributes, cost: cost.map(|Units(cost)| cost) }
 }
 
 fn to_address(peer: &str) -> PyResult<IpAddr> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tidegate::{Algorithm, Encoding};
+use tidegate::{Algorithm, Encoding, HoldTerms, OnExpire};
 use tidegate_config::duration;
 
 use crate::error::value_error;
@@ -18,7 +18,9 @@ pub(crate) struct Quota(pub(crate) tidegate::Quota);
 impl Quota {
     #[new]
     #[pyo3(signature = (rate, *, algorithm = "sliding-log", burst = None, encoding = None,
-        count_denied = false, block_for = None))]
+        count_denied = false, block_for = None, hold_ttl = None, hold_max_ttl = None,
+        on_expire = "charge"))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         rate: &str,
         algorithm: &str,
@@ -26,17 +28,26 @@ impl Quota {
         encoding: Option<&str>,
         count_denied: bool,
         block_for: Option<Vec<f64>>,
+        hold_ttl: Option<f64>,
+        hold_max_ttl: Option<f64>,
+        on_expire: &str,
     ) -> PyResult<Self> {
-        let (limit, window) = parse_rate(rate).ok_or_else(|| {
+        let algorithm: Algorithm = algorithm.parse().map_err(value_error)?;
+        let in_flight = parse_limit(rate).filter(|_| algorithm == Algorithm::Concurrency);
+        let parsed = in_flight.map(|limit| (limit, Duration::ZERO)).or_else(|| parse_rate(rate));
+        let (limit, window) = parsed.ok_or_else(|| {
             value_error(format!(
                 "{rate:?} is not a rate: write it like 100/minute, 10/second, 5/15m or \
                  1000 per day; a window is a second, minute, hour, day or week, or a duration such \
                  as 500ms or 1h30m"
             ))
         })?;
-        let algorithm: Algorithm = algorithm.parse().map_err(value_error)?;
         let quota = tidegate::Quota::new(algorithm, limit, window);
-        let mut quota = quota.map_err(value_error)?;
+        let mut quota = quota.map_err(value_error)?.with_holds(terms(
+            hold_ttl,
+            hold_max_ttl,
+            on_expire.parse().map_err(value_error)?,
+        )?);
         if let Some(Units(burst)) = burst {
             quota = quota.with_burst(burst).map_err(value_error)?;
         }
@@ -54,14 +65,26 @@ impl Quota {
         Ok(Self(quota))
     }
 
+    /// Units in flight, which count until they are released.
+    #[staticmethod]
+    #[pyo3(signature = (limit, *, hold_ttl = None, hold_max_ttl = None))]
+    fn concurrency(
+        limit: Units,
+        hold_ttl: Option<f64>,
+        hold_max_ttl: Option<f64>,
+    ) -> PyResult<Self> {
+        let quota = tidegate::Quota::concurrency(limit.0).map_err(value_error)?;
+        Ok(Self(quota.with_holds(terms(hold_ttl, hold_max_ttl, OnExpire::default())?)))
+    }
+
     #[getter]
     fn limit(&self) -> u64 {
         self.0.limit()
     }
 
     #[getter]
-    fn window(&self) -> f64 {
-        self.0.window().as_secs_f64()
+    fn window(&self) -> Option<f64> {
+        (!self.0.is_concurrency()).then(|| self.0.window().as_secs_f64())
     }
 
     #[getter]
@@ -98,7 +121,20 @@ impl Quota {
             let lengths: Vec<f64> = quota.block_for().iter().map(Duration::as_secs_f64).collect();
             options.set_item("block_for", lengths)?;
         }
-        Ok(((format!("{}/{}", quota.limit(), self.exact_window()),), options))
+        let (terms, default) = (quota.holds(), HoldTerms::default());
+        if (terms.ttl(), terms.max_ttl()) != (default.ttl(), default.max_ttl()) {
+            options.set_item("hold_ttl", terms.ttl().as_secs_f64())?;
+            options.set_item("hold_max_ttl", terms.max_ttl().as_secs_f64())?;
+        }
+        if terms.on_expire() != default.on_expire() {
+            options.set_item("on_expire", terms.on_expire().as_str())?;
+        }
+        let rate = if quota.is_concurrency() {
+            quota.limit().to_string()
+        } else {
+            format!("{}/{}", quota.limit(), self.exact_window())
+        };
+        Ok(((rate,), options))
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -128,10 +164,21 @@ impl std::hash::Hash for Quota {
     }
 }
 
+/// Returns how long holds live, and what happens at their end.
+fn terms(ttl: Option<f64>, max_ttl: Option<f64>, on_expire: OnExpire) -> PyResult<HoldTerms> {
+    let (ttl, max_ttl) = (ttl.map(seconds).transpose()?, max_ttl.map(seconds).transpose()?);
+    let terms = HoldTerms::with_defaults(ttl, max_ttl).map_err(value_error)?;
+    Ok(terms.with_on_expire(on_expire))
+}
+
+fn parse_limit(limit: &str) -> Option<u64> {
+    limit.trim().replace('_', "").parse().ok()
+}
+
 /// Parses a limit and a window, such as `100/minute`, `5/15m` and `10 per 2 hours`.
 fn parse_rate(rate: &str) -> Option<(u64, Duration)> {
     let (limit, window) = rate.split_once('/').or_else(|| rate.split_once(" per "))?;
-    let limit = limit.trim().replace('_', "").parse().ok()?;
+    let limit = parse_limit(limit)?;
     let window = window.trim().to_ascii_lowercase();
     let number = window.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = match &window[number.len()..] {

@@ -63,7 +63,7 @@ def decide(limiter: Limiter, step: dict[str, Any]) -> list[Decision]:
             (charge["key"], to_quota(charge), charge["cost"], charge["policy"])
             for charge in charges
         ]
-        return list(limiter._decide_all(action, arguments, None))
+        return list(limiter._decide_all(action, arguments, None, None))
     [charge] = charges
     key, quota, policy = charge["key"], to_quota(charge), charge["policy"]
     if action == "reset":

@@ -13,14 +13,22 @@ PACKAGE = Path(tidegate.__file__).parent
 
 USER = """\
 import asyncio
-from tidegate import Decision, Decisions, Limiter, Quota
+from tidegate import Decision, Decisions, Limiter, Policies, PolicyLimiter, Quota
 
 limiter = Limiter("redis://127.0.0.1:6379", timeout=0.05)
 decision: Decision = limiter.acquire("ann", Quota("1/minute"), policy="login")
 wait: float = decision.retry_after
 decisions: Decisions = limiter.acquire_all([("ann", Quota("1/minute"), 2)])
 
+with limiter.reserve("ann", Quota("1/minute"), 2, id="job") as reservation:
+    settled: Decision = reservation.commit(1)
+with PolicyLimiter(limiter, Policies.parse("policies: []")).hold({}) as permit:
+    held: Decisions = permit.decision
+
 async def main() -> Decision:
+    async with limiter.aio.hold("ann", Quota.concurrency(5)) as permit:
+        allowed: bool = permit.allowed
+    settled: Decision = await (await limiter.aio.reserve("ann", Quota("1/minute"))).cancel()
     return await limiter.aio.wait("ann", Quota("1/minute"), 1.0)
 """
 

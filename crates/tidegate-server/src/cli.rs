@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use tidegate_tools::cli::{acquire, bench, config, doctor, health, plan, simulate, top};
+use tidegate_tools::cli::{acquire, bench, config, doctor, health, hold, plan, simulate, top};
 use tidegate_tools::tool::style;
 
 mod gateway;
@@ -27,6 +27,7 @@ enum AnyCommand {
     Serve(serve::ServeCommand),
     Gateway(gateway::GatewayCommand),
     Acquire(acquire::AcquireCommand),
+    Hold(hold::HoldCommand),
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
     Plan(plan::PlanCommand),
@@ -45,6 +46,7 @@ impl CommandLine {
             AnyCommand::Serve(serve) => serve.run(),
             AnyCommand::Gateway(gateway) => gateway.run(),
             AnyCommand::Acquire(acquire) => acquire.run(),
+            AnyCommand::Hold(hold) => hold.run(),
             AnyCommand::Config(config) => config.run(),
             AnyCommand::Doctor(doctor) => doctor.run(),
             AnyCommand::Plan(plan) => plan.run(),

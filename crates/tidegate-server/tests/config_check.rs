@@ -273,6 +273,18 @@ fn refund_without_a_gateway_is_a_warning() {
 }
 
 #[test]
+fn cost_that_no_response_settles_is_a_warning() {
+    let cost = "cost: {reserve: 5, actual: {response_header: x-tokens-used}}";
+    let policies = format!("policies:\n  - {{name: a, limit: 9, window: 1s, {cost}}}\n");
+    let text = warnings(&policies);
+    let expected = "tidegate.yaml:2: policy \"a\": cost.actual has no effect, so every request \
+                    costs its reserve; only the gateway sees responses";
+    assert!(text.contains(expected) && text.contains("POST /v1/reserve"), "{text}");
+    let gateway = "gateway: {upstreams: ['http://127.0.0.1:3000']}\n";
+    assert_eq!(warnings(&format!("{gateway}{policies}")), "");
+}
+
+#[test]
 fn weak_tokens_and_open_listeners_are_warnings() {
     let policy = "policies: [{name: all, limit: 5, window: 1h}]\n";
     let short = "auth:\n  api_token: 0123456789abcde\n  tokens:\n    - {name: ci, token: abc, \

@@ -46,7 +46,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ("config", &["envoy", "key_hash", "policies", "secret", "tokens", "warning", "yaml"]),
         ],
     ),
-    ("tidegate-api", &[("json", &["duration"])]),
+    ("tidegate-api", &[("json", &["duration", "operation"])]),
     (
         "tidegate-service",
         &[
@@ -95,7 +95,11 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ("aio", &["logs", "process"]),
             ("store", &["process"]),
             ("connection", &["process", "store"]),
-            ("query", &["aio", "connection", "decision", "error", "logs"]),
+            (
+                "hold",
+                &["aio", "connection", "decision", "error", "logs", "process", "quota", "store"],
+            ),
+            ("query", &["aio", "connection", "decision", "error", "hold", "logs"]),
             ("wait", &["aio", "decision", "error", "logs", "process", "quota"]),
             (
                 "limiter",
@@ -104,6 +108,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
                     "connection",
                     "decision",
                     "error",
+                    "hold",
                     "logs",
                     "process",
                     "query",
@@ -112,7 +117,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
                     "wait",
                 ],
             ),
-            ("policies", &["aio", "decision", "error", "limiter", "query", "quota"]),
+            ("policies", &["aio", "decision", "error", "hold", "limiter", "query", "quota"]),
         ],
     ),
 ];

@@ -75,7 +75,7 @@ fn check_description(address: &str, operations: usize, more: &[&str]) {
 #[test]
 fn schemathesis_confirms_the_description_of_the_api() {
     let service = Service::start(POLICY);
-    check_description(&service.http, 5, &[]);
+    check_description(&service.http, 8, &[]);
 }
 
 #[test]

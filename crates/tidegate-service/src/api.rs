@@ -37,6 +37,7 @@ use problem::Problem;
 use tidegate_api::json::{
     self, AttributesBody, BindingBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody,
 };
+use tidegate_api::operation::{HoldAnswer, Operation};
 
 const MAX_BODY_BYTES: usize = 64 * 1024;
 
@@ -46,7 +47,7 @@ const MAX_BODY_BYTES: usize = 64 * 1024;
         title = "Tidegate",
         description = "Decides, exactly and fast, whether a request may pass now."
     ),
-    paths(acquire, peek, refund, report, forward_auth::forward_auth),
+    paths(acquire, reserve, commit, renew, peek, refund, report, forward_auth::forward_auth),
     components(schemas(
         QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, BindingBody,
         Problem
@@ -109,6 +110,12 @@ pub enum Problems {
     StoreUnavailable(Problem),
 }
 
+/// The id is in use with another cost
+#[derive(utoipa::IntoResponses)]
+#[response(status = 409, content_type = "application/problem+json")]
+#[expect(dead_code, reason = "only for the schema")]
+struct IdConflict(Problem);
+
 /// Response with a complete body.
 pub type ApiResponse = Response<Full<Bytes>>;
 
@@ -126,16 +133,10 @@ pub fn service(
         async move {
             let (state, guard) = &*shared;
             let connection = ApiConnection { state, guard, peer };
-            let action = match (request.uri().path(), request.method()) {
-                ("/v1/acquire", &Method::POST) => Some(Action::Acquire),
-                ("/v1/peek", &Method::POST) => Some(Action::Peek),
-                ("/v1/refund", &Method::POST) => Some(Action::Refund),
-                ("/v1/report", &Method::POST) => Some(Action::Report),
-                _ => None,
-            };
-            let response = match action {
+            let is_post = request.method() == Method::POST;
+            let response = match Operation::of_path(request.uri().path()).filter(|_| is_post) {
                 // A request is large, so it stays in its place.
-                Some(action) => decide(connection, action, &mut request).await,
+                Some(operation) => decide(connection, operation, &mut request).await,
                 None => Box::pin(respond(connection, request)).await,
             };
             Ok(response.unwrap_or_else(Problem::into_http))
@@ -176,7 +177,7 @@ async fn respond_with_body(
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
             return Ok(json_response(StatusCode::OK, HeaderMap::new(), OPENAPI.clone()));
         }
-        ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
+        (path, _) if Operation::of_path(path).is_some() => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
         _ => return Err(not_found(request.uri().clone()).await),
     };
@@ -250,11 +251,65 @@ fn shown_path(uri: &Uri) -> Cow<'_, str> {
                 ("Retry-After" = u64, description = "Seconds to wait, rounded up"),
             )
         ),
+        IdConflict,
         Problems,
     )
 )]
 #[expect(dead_code, reason = "only for the schema")]
 fn acquire() {}
+
+/// Decide a request and, if it is allowed, charge its units until a commit settles those that were
+/// used.
+#[utoipa::path(
+    post, path = "/v1/reserve", request_body = QueryBody<'static>, params(Explain),
+    responses(
+        (
+            status = 200, description = "Allowed: see `reservation` in the body",
+            body = DecisionsBody<'static>
+        ),
+        (
+            status = 429, description = "Denied: nothing is charged or remembered",
+            body = DecisionsBody<'static>,
+            headers(("Retry-After" = u64, description = "Seconds to wait, rounded up"))
+        ),
+        IdConflict,
+        Problems,
+    )
+)]
+#[expect(dead_code, reason = "only for the schema")]
+fn reserve() {}
+
+/// Settle a reservation: return the units that were not used to the time of its charge, or record
+/// those that exceed it.
+///
+/// A second commit changes nothing. If the reservation is unknown or has ended, the units are
+/// recorded, and `settled` is false.
+#[utoipa::path(
+    post, path = "/v1/commit", request_body = QueryBody<'static>, params(Explain),
+    responses(
+        (
+            status = 200, description = "Settled or recorded, with the remaining units",
+            body = DecisionsBody<'static>
+        ),
+        Problems,
+    )
+)]
+#[expect(dead_code, reason = "only for the schema")]
+fn commit() {}
+
+/// Extend a reservation. One that has ended stays so: `held` is then false.
+#[utoipa::path(
+    post, path = "/v1/renew", request_body = QueryBody<'static>, params(Explain),
+    responses(
+        (
+            status = 200, description = "See `held` and `expires_after_ms` in the body",
+            body = DecisionsBody<'static>
+        ),
+        Problems,
+    )
+)]
+#[expect(dead_code, reason = "only for the schema")]
+fn renew() {}
 
 /// Return the decision that acquire would make, without a charge.
 #[utoipa::path(
@@ -287,8 +342,8 @@ fn peek() {}
 #[expect(dead_code, reason = "only for the schema")]
 fn report() {}
 
-/// Return the units of an earlier charge, if they still count. `age_ms` is required: the age of
-/// that charge.
+/// Return the units of an earlier charge, if they still count. `id` or `age_ms` is required: the id
+/// of that charge, or its age.
 #[utoipa::path(
     post, path = "/v1/refund", request_body = QueryBody<'static>, params(Explain),
     responses(
@@ -304,10 +359,10 @@ fn refund() {}
 
 async fn decide(
     ApiConnection { state, guard, peer }: ApiConnection<'_>,
-    action: Action,
+    operation: Operation,
     request: &mut Request,
 ) -> Result<ApiResponse, Problem> {
-    let active = state.active_guard();
+    let (active, action) = (state.active_guard(), operation.action());
     match active.tokens.of_api() {
         Some(tokens) => {
             let given = auth::bearer(request.headers());
@@ -347,12 +402,7 @@ async fn decide(
         let reason = format!("age_ms is more than {}, the longest time", json::MAX_AGE_MS);
         return Err(Problem::bad_request(reason));
     }
-    if action == Action::Refund && body.age_ms.is_none() {
-        return Err(Problem::bad_request(
-            "a refund needs age_ms: the age of its charge in milliseconds, measured from just \
-             before the charge was sent",
-        ));
-    }
+    let hold = body.hold(operation).map_err(Problem::bad_request)?;
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
@@ -360,7 +410,12 @@ async fn decide(
         let charged_at = active.now().saturating_sub(Duration::from_millis(age));
         charged_at.max(Timestamp::from_micros(1))
     });
-    let query = query.with_cost(body.cost).with_charged_at(charged_at);
+    let units = if operation == Operation::Commit { body.actual } else { body.cost };
+    let query = query.with_cost(units).with_charged_at(charged_at);
+    let query = match &hold {
+        Some(hold) => query.with_hold(Arc::clone(hold)),
+        None => query,
+    };
     let answer = |decisions: &PolicyDecisions<'_>| {
         let explain = || {
             let attributes = body.attributes.as_ref().map(|AttributesBody(it)| it);
@@ -368,7 +423,10 @@ async fn decide(
             let shown = |policy: &str, key: &str| active.shown_key(policy, key.to_owned());
             json::explained_body(decisions, shown, policies.as_deref())
         };
-        let body = if explains { explain() } else { json::decisions_body(decisions) };
+        let mut body = if explains { explain() } else { json::decisions_body(decisions) };
+        if let Some(hold) = HoldAnswer::new(operation, hold.as_deref(), decisions) {
+            json::push_hold(&mut body, operation, &hold);
+        }
         decision_response(&active, action, decisions, body)
     };
     Ok(active.decide(headers, action, query, answer).await?)

@@ -436,7 +436,8 @@ mod tests {
         let store = InstrumentedStore { store, metrics: Arc::default() };
         let timeout = Duration::from_millis(100);
         let redis = RedisBackend::around(store, timeout, Fleet::new(), MemoryStore::new());
-        assert!(size_of_val(&redis.fallback.decide(Action::Acquire, &charge)) <= 1_024);
+        let size = size_of_val(&redis.fallback.decide(Action::Acquire, &charge));
+        assert!(size <= 1_040, "{size}");
         let charges = std::slice::from_ref(&charge);
         let size = size_of_val(&redis.fallback.decide_all(Action::Acquire, charges));
         assert!(size <= 1_600, "{size}");

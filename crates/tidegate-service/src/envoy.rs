@@ -7,7 +7,9 @@ use std::time::Duration;
 use axum::Router;
 use hyper::service::{Service, service_fn};
 use tidegate::PreparedCharge;
-use tidegate::{Action, Enforcement, OnStoreFailure, PolicyDecision, Query, QueryError};
+use tidegate::{
+    Action, Enforcement, HoldStatus, OnStoreFailure, PolicyDecision, Query, QueryError, Quota,
+};
 use tokio::sync::watch;
 use tonic::Status;
 use tonic_health::ServingStatus;
@@ -46,6 +48,8 @@ const HEALTH_NAMES: [&str; 3] = ["", SERVICE, "ratelimit"];
 /// Reader of requests. The maximum size is that of gRPC servers in general.
 const REQUESTS: MessageReader<RateLimitRequest> =
     MessageReader { decode: request::decode, max_bytes: 4 * 1024 * 1024 };
+/// Minimum wait in the header of a denial, which has whole seconds.
+const MIN_RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Maximum size of messages for health and reflection, which are a few names.
 const MAX_TONIC_MESSAGE_BYTES: usize = 16 * 1024;
 
@@ -175,6 +179,10 @@ async fn should_rate_limit(
         }
         Err(other) => return Err(invalid(other.to_string()).into()),
     };
+    if decisions.iter().any(repeats_id) {
+        active.limiter.refund(&decisions).await;
+        return Err(invalid("the id of the request is in use by another one".to_owned()).into());
+    }
     let mut response = ResponseBuilder::default();
     let mut decided = decisions.iter().peekable();
     let mut end = 0;
@@ -197,6 +205,14 @@ async fn should_rate_limit(
         response.dynamic_metadata = Some(metadata);
     }
     Ok(grpc::response(&response))
+}
+
+/// Returns whether the start of a request has the id of another one. Envoy sends the start once, so
+/// the other one is no earlier attempt: a client may have chosen the id.
+fn repeats_id(entry: &PolicyDecision<'_>) -> bool {
+    let hold = entry.decision().hold;
+    let is_repeated = hold.is_some_and(|hold| hold.status == HoldStatus::Replayed);
+    is_repeated && entry.action() == Action::Acquire && !entry.is_shadow()
 }
 
 /// Returns the strictest failure mode of the enforced charges.
@@ -258,11 +274,17 @@ impl ResponseBuilder {
             (DescriptorPlan::Limited(limited), Some((is_shadow, binding))) => {
                 let decision = binding.decision();
                 let over = binding.is_denied() && !is_shadow;
+                // Units in flight may be free long before their holds end.
+                let is_in_flight = binding.quota().is_some_and(Quota::is_concurrency);
+                let reset = match decision.allowed {
+                    true if is_in_flight => Duration::ZERO,
+                    true => decision.reset_after,
+                    false if is_in_flight => decision.retry_after.min(MIN_RETRY_AFTER),
+                    false => decision.retry_after,
+                };
                 if over {
-                    self.retry_after = self.retry_after.max(decision.retry_after);
+                    self.retry_after = self.retry_after.max(reset);
                 }
-                let reset =
-                    if decision.allowed { decision.reset_after } else { decision.retry_after };
                 DescriptorStatus {
                     code: if over { Code::OverLimit } else { Code::Ok }.into(),
                     current_limit: Some(current_limit(limited.limit, limited.unit, limited.name)),
@@ -277,7 +299,7 @@ impl ResponseBuilder {
 
     fn build(self, allowed: bool) -> RateLimitResponse {
         let retry_after = || {
-            let wait = whole_seconds(self.retry_after).seconds.max(1);
+            let wait = whole_seconds(self.retry_after.max(MIN_RETRY_AFTER)).seconds;
             HeaderValue { key: "retry-after".to_owned(), value: wait.to_string() }
         };
         RateLimitResponse {

@@ -54,7 +54,19 @@ pub trait MetricsSection: Send + Sync {
 
 /// Decisions of one policy, by outcome.
 #[derive(Debug, Default)]
-pub struct Outcomes(Counters<{ FALLBACK + FALLBACKS.len() }>);
+pub struct Outcomes(Counters<{ HOLD + HOLD_EVENTS.len() }>);
+
+/// Event in the life of a hold, in the order of [`HOLD_EVENTS`].
+#[derive(Debug, Clone, Copy)]
+pub enum HoldEvent {
+    Reserved,
+    Replayed,
+    Settled,
+    Ended,
+    Unknown,
+    Renewed,
+    Pending,
+}
 
 /// Number of parts of an original request that forward-auth needs: URI, method and host.
 pub const PARTS: usize = PART_NAMES.len();
@@ -71,6 +83,8 @@ const REFUNDED: usize = 6;
 const REFUND_FAILED: usize = 7;
 /// Index of the first of the decisions of a fallback, by source.
 const FALLBACK: usize = 8;
+/// Index of the first of the events of holds.
+const HOLD: usize = FALLBACK + FALLBACKS.len();
 
 /// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
@@ -86,6 +100,8 @@ pub const SOURCES: [Source; 6] = [
 ];
 /// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
+const HOLD_EVENTS: [&str; 7] =
+    ["reserved", "replayed", "settled", "ended", "unknown", "renewed", "pending"];
 const ERROR_KINDS: [&str; 6] =
     ["full", "timeout", "unreachable", "refused", "misconfigured", "permission"];
 
@@ -119,6 +135,10 @@ impl Outcomes {
     /// Counts a refund after a response.
     pub fn count_refund(&self, succeeded: bool) {
         self.0.add(if succeeded { REFUNDED } else { REFUND_FAILED }, 1);
+    }
+
+    pub fn count_hold(&self, event: HoldEvent) {
+        self.0.add(HOLD + event as usize, 1);
     }
 
     pub fn count_source(&self, source: Source) {
@@ -236,6 +256,9 @@ impl Metrics {
         });
         let refunds = [("success", REFUNDED), ("failure", REFUND_FAILED)]
             .map(|(outcome, counter)| (format!(",outcome=\"{outcome}\""), counter));
+        let holds = std::array::from_fn::<_, { HOLD_EVENTS.len() }, _>(|index| {
+            (format!(",event=\"{}\"", HOLD_EVENTS[index]), HOLD + index)
+        });
         // Name, help, and each further label with its counter.
         #[rustfmt::skip]
         let families = [
@@ -253,10 +276,17 @@ impl Metrics {
             ("tidegate_fallback_decisions_total",
                 "Decisions of the fallback during an outage of the store, by policy and source.",
                 &sources),
+            ("tidegate_holds_total", "Reservations and units in flight, by policy and event.",
+                &holds),
         ];
         for (name, help, counters) in families {
             head(text, name, "counter", help);
-            for (policy, outcomes) in all.iter() {
+            // Few policies have holds.
+            let is_shown = |outcomes: &Outcomes| {
+                let has_event = |event: usize| outcomes.0.total(HOLD + event) > 0;
+                counters[0].1 != HOLD || (0..HOLD_EVENTS.len()).any(has_event)
+            };
+            for (policy, outcomes) in all.iter().filter(|(_, outcomes)| is_shown(outcomes)) {
                 let policy = escaped(policy);
                 for (label, counter) in counters {
                     let count = outcomes.0.total(*counter);

@@ -6,14 +6,14 @@ use std::time::Instant;
 
 use foldhash::fast::RandomState;
 use tidegate::{
-    Action, Enforcement, Observer, Policy, PolicyDecision, PolicyDecisions, QueryError, Quota,
-    ShowKeys, Store as _, Timestamp,
+    Action, Enforcement, HoldStatus, Observer, Policy, PolicyDecision, PolicyDecisions, QueryError,
+    Quota, ShowKeys, Store as _, Timestamp,
 };
 
 use crate::backend::Backend;
 use crate::hot_keys::{self, HotKeys};
 use crate::logs::DenialLog;
-use crate::metrics::{Metrics, Outcomes, RequestOutcome};
+use crate::metrics::{HoldEvent, Metrics, Outcomes, RequestOutcome};
 
 /// Name in metrics of all queries with their own quota. Callers choose these quotas, so the number
 /// of distinct ones is unbounded.
@@ -82,18 +82,13 @@ impl DecisionObserver {
         let name = decision.metric_name();
         let near_limit =
             if made.allowed && is_passed { near_limit(decision, self.near_limit_ratio) } else { 0 };
-        if let Some(outcomes) = self.outcomes.get(name) {
+        self.with_outcomes(decision, |outcomes, is_own| {
             outcomes.count(made.allowed, is_shadow);
             outcomes.count_near_limit(near_limit);
-            if !decision.is_rejected() {
+            if is_own && !decision.is_rejected() {
                 outcomes.count_source(made.source);
             }
-        } else {
-            let is_rule = self.outcomes.contains_key(decision.policy());
-            let outcomes = self.metrics.envoy_outcomes(name, decision.policy(), is_rule);
-            outcomes.count(made.allowed, is_shadow);
-            outcomes.count_near_limit(near_limit);
-        }
+        });
         let outcome = match (made.allowed, decision.enforcement()) {
             (true, _) if is_passed => RequestOutcome::Allowed,
             // Another policy denied the request.
@@ -105,6 +100,40 @@ impl DecisionObserver {
         if let Some(key) = decision.key().filter(|_| name != OWN_QUOTA) {
             self.hot_keys.record(seconds, decision.policy(), key, outcome);
         }
+    }
+
+    /// Calls a closure with the counters of a policy or rule, and whether the metric has its name.
+    fn with_outcomes(&self, decision: &PolicyDecision<'_>, count: impl FnOnce(&Outcomes, bool)) {
+        let name = decision.metric_name();
+        match self.outcomes.get(name) {
+            Some(outcomes) => count(outcomes, true),
+            None => {
+                let is_rule = self.outcomes.contains_key(decision.policy());
+                count(&self.metrics.envoy_outcomes(name, decision.policy(), is_rule), false);
+            }
+        }
+    }
+
+    /// `is_passed`: whether the request passes. Otherwise its reservations were returned.
+    #[cold]
+    fn count_hold(&self, decision: &PolicyDecision<'_>, is_passed: bool) {
+        let Some(hold) = decision.decision().hold else { return };
+        let (event, is_settled_at_once) = match (hold.status, decision.action()) {
+            (HoldStatus::Held, Action::Renew) => (HoldEvent::Renewed, false),
+            (HoldStatus::Held, _) if !is_passed => return,
+            (HoldStatus::Held, _) => (HoldEvent::Reserved, hold.expires_after().is_zero()),
+            (HoldStatus::Replayed, _) => (HoldEvent::Replayed, false),
+            (HoldStatus::Settled, _) => (HoldEvent::Settled, false),
+            (HoldStatus::Ended, _) => (HoldEvent::Ended, false),
+            (HoldStatus::Pending, _) => (HoldEvent::Pending, false),
+            _ => (HoldEvent::Unknown, false),
+        };
+        self.with_outcomes(decision, |outcomes, _| {
+            outcomes.count_hold(event);
+            if is_settled_at_once {
+                outcomes.count_hold(HoldEvent::Settled);
+            }
+        });
     }
 
     fn log_denial(&self, decisions: &PolicyDecisions<'_>) {
@@ -140,6 +169,9 @@ impl Observer for DecisionObserver {
                 Action::Acquire => self.count(decision, is_allowed, seconds),
                 Action::Report => self.count(decision, true, seconds),
                 _ => {}
+            }
+            if decision.decision().hold.is_some() {
+                self.count_hold(decision, is_allowed);
             }
         }
         if matches!(action, Action::Acquire | Action::Report) {

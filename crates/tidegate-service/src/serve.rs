@@ -33,7 +33,7 @@ const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that in-flight requests of the API have to complete on a connection that has reached
 /// `listen.max_connection_age`.
 const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time limit for settling pending debits during shutdown.
+/// Time limit for settling pending debits during shutdown, and for releasing units in flight.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time an API client may go without reading any of its response.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -289,6 +289,9 @@ impl Service {
         for listener in listeners.into_iter().chain(self.resp) {
             let _ = listener.await;
         }
+        // Units in flight would be held until their leases end.
+        let active = self.state.active();
+        let _ = tokio::time::timeout(SETTLE_TIMEOUT, active.limiter.limiter().released()).await;
         if let Some(redis) = self.state.backend.redis() {
             // Debits of requests admitted during an outage would be lost with this process. The
             // future is boxed because its type nests all stores.

@@ -90,7 +90,8 @@ impl ServerState {
 
     fn new(config: Config, backend: Arc<Backend>, metrics: Arc<Metrics>) -> Self {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
-        let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys);
+        let limiter = Limiter::new(Arc::clone(&backend));
+        let active = ActiveConfig::new(config, limiter, &metrics, &hot_keys);
         let (active, proxy) = (ArcSwap::from_pointee(active), OnceLock::new());
         let started_at = SystemTime::now();
         let reloads = ReloadHistory::new(started_at);
@@ -110,8 +111,8 @@ impl ServerState {
 
     /// Activates a new configuration. The counts stay.
     pub fn reload(&self, config: Config) {
-        let Self { backend, metrics, hot_keys, .. } = self;
-        let active = ActiveConfig::new(config, backend, metrics, hot_keys);
+        let limiter = self.active_guard().limiter.limiter().clone();
+        let active = ActiveConfig::new(config, limiter, &self.metrics, &self.hot_keys);
         self.active.store(Arc::new(active));
     }
 
@@ -159,10 +160,11 @@ impl ServerState {
 impl ActiveConfig {
     fn new(
         config: Config,
-        backend: &Arc<Backend>,
+        limiter: Limiter<Arc<Backend>>,
         metrics: &Arc<Metrics>,
         hot_keys: &Arc<HotKeys>,
     ) -> Self {
+        let backend = limiter.store();
         let rules = config.envoy.rules.rules().map(|rule| (rule.path.as_str(), rule.show_keys()));
         let policies = config.policies.iter().map(|policy| (policy.name(), policy.show_keys()));
         let names: Vec<(&str, ShowKeys)> = policies.chain(rules).collect();
@@ -176,9 +178,8 @@ impl ActiveConfig {
             .policies
             .iter()
             .any(|policy| policy.references().any(|attribute| attribute == "method"));
-        let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), config.policies)
-            .with_observer(observer);
         let timeout = backend.timeout().unwrap_or(tidegate::DEFAULT_QUERY_TIMEOUT);
+        let limiter = PolicyLimiter::new(limiter, config.policies).with_observer(observer);
         Self {
             client_ip: config.client_ip,
             envoy: config.envoy,

@@ -5,6 +5,7 @@ pub mod bench;
 pub mod config;
 pub mod doctor;
 pub mod health;
+pub mod hold;
 pub mod plan;
 mod quota;
 pub mod redis;

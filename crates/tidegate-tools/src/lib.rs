@@ -1,5 +1,5 @@
 //! Commands of `tidegate` that need no service of this process: simulate, plan, bench, top, doctor,
-//! acquire, health, config.
+//! acquire, hold, health, config.
 #![allow(
     missing_docs,
     clippy::must_use_candidate,

@@ -194,7 +194,7 @@ impl Form {
             // the expiry.
             Algorithm::SlidingLog => 1.125,
             Algorithm::SlidingCounter => 2.0,
-            Algorithm::FixedWindow => 1.0,
+            Algorithm::FixedWindow | Algorithm::Concurrency => 1.0,
             Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / float(limit),
         }
     }
@@ -410,7 +410,7 @@ mod tests {
             let lifetime = match need.form.algorithm {
                 Algorithm::SlidingLog => 1.125,
                 Algorithm::SlidingCounter => 2.0,
-                Algorithm::FixedWindow => 1.0,
+                Algorithm::FixedWindow | Algorithm::Concurrency => 1.0,
                 Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.135,
             };
             let expected = rounded_up(50_000.0 * lifetime * 1.25);

@@ -88,6 +88,8 @@ impl Window {
                 }
             }
             Action::Reset => self.count = 0,
+            // Of charges with holds, which this store does not have.
+            Action::Commit | Action::Renew => {}
         }
         let reset_after = if self.count == 0 { Duration::ZERO } else { until_end };
         let decision = if allowed {
@@ -112,8 +114,8 @@ impl<C: Clock + 'static> WindowStore<C> {
         let is_other = |quota: &Quota| {
             quota.algorithm() != Algorithm::FixedWindow || !quota.block_for().is_empty()
         };
-        if charges.iter().any(|charge| is_other(charge.quota())) {
-            let message = "this store has only fixed-window, without blocks".to_owned();
+        if charges.iter().any(|charge| is_other(charge.quota()) || charge.hold().is_some()) {
+            let message = "this store has only fixed-window, without blocks and holds".to_owned();
             return Err(StoreError::Misconfigured(message));
         }
         let now = self.clock.now().as_micros();

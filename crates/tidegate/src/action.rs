@@ -40,4 +40,20 @@ pub enum Action {
     /// decision says whether the units fitted; if not, `remaining` is 0 and `retry_after` is the
     /// wait until one unit is free. Several charges are independent of each other.
     Report,
+    /// Settles the hold of a [reservation](crate::Hold): its cost is the units that were used, possibly
+    /// 0. Fewer than reserved return the rest to the time of their charge, and more are charged as a
+    /// report. A hold that is unknown or has ended is charged as a report, too. A second commit
+    /// changes nothing. Several charges are independent of each other.
+    Commit,
+    /// Extends a hold that has not ended, up to the [maximum](crate::HoldTerms::max_ttl) from its
+    /// charge on. Several charges are independent of each other.
+    Renew,
+}
+
+impl Action {
+    /// Returns whether several charges are decided all or nothing.
+    #[must_use]
+    pub fn is_all_or_nothing(self) -> bool {
+        matches!(self, Self::Acquire | Self::Peek)
+    }
 }

@@ -66,6 +66,8 @@ pub enum Algorithm {
     TokenBucket,
     /// A queue that drains at a constant rate; the decision has the delay until a request's turn.
     LeakyBucket,
+    /// The units in flight: each is held until it is released or its hold ends. It has no window.
+    Concurrency,
 }
 
 enum_names!(
@@ -75,8 +77,20 @@ enum_names!(
     SlidingCounter = "sliding-counter",
     FixedWindow = "fixed-window",
     TokenBucket = "token-bucket",
-    LeakyBucket = "leaky-bucket"
+    LeakyBucket = "leaky-bucket",
+    Concurrency = "concurrency"
 );
+
+impl Algorithm {
+    /// The algorithms that limit a rate: all but [`Concurrency`](Self::Concurrency).
+    pub const RATES: [Self; 5] = [
+        Self::SlidingLog,
+        Self::SlidingCounter,
+        Self::FixedWindow,
+        Self::TokenBucket,
+        Self::LeakyBucket,
+    ];
+}
 
 /// The encoding of a `sliding-log` or a `sliding-counter` in Redis: readable, or packed into a
 /// string, which takes less memory and less of Redis's time. Decisions are the same with either.
@@ -319,6 +333,7 @@ impl RawDecision {
             reset_after: Duration::from_micros(self.reset_after),
             delay: duration_from_micros(self.delay),
             source,
+            hold: None,
         }
     }
 }

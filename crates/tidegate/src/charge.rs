@@ -6,6 +6,7 @@ use crate::clock::Timestamp;
 use crate::clock::micros;
 use crate::decision::Decision;
 use crate::enum_names::enum_names;
+use crate::hold::{Hold, HoldError, HoldStatus};
 use crate::key::{Key, KeyError, is_plain_key};
 use crate::quota::Quota;
 
@@ -35,6 +36,7 @@ pub struct Charge<'a> {
     /// Whether a refund may lack the time of its charge.
     allows_unknown_time: bool,
     on_store_failure: OnStoreFailure,
+    hold: Option<&'a Hold>,
 }
 
 /// Decision on requests while the store is unavailable, with a `Fallback` (feature `resilience`)
@@ -89,6 +91,18 @@ pub enum ChargeError {
          has left the window do not return"
     )]
     NoChargeTime,
+    /// The action needs a hold.
+    #[error("a commit, a renewal and a charge of concurrency need a hold (Charge::with_hold)")]
+    NoHold,
+    /// The hold is invalid.
+    #[error(transparent)]
+    Hold(HoldError),
+    /// Units in flight are not settled at once.
+    #[error("an id that is settled at once cannot count in concurrency: reserve instead")]
+    SettledInFlight,
+    /// The id of the hold was used with another cost.
+    #[error("the id {0:?} is in use with another cost: a new request needs a new id")]
+    HoldConflict(String),
     /// The call has too many charges.
     #[error("{0} charges in one call: at most {MAX_CHARGES} are allowed")]
     TooMany(usize),
@@ -118,6 +132,7 @@ impl<'a> Charge<'a> {
             charged_at: Timestamp::ZERO,
             allows_unknown_time: false,
             on_store_failure: OnStoreFailure::default(),
+            hold: None,
         }
     }
 
@@ -188,6 +203,20 @@ impl<'a> Charge<'a> {
         self
     }
 
+    /// Sets the hold: an acquire becomes a reservation, which a commit settles. A refund of the same
+    /// hold returns exactly its units, once, and needs no time.
+    #[must_use]
+    pub fn with_hold(mut self, hold: &'a Hold) -> Self {
+        self.hold = Some(hold);
+        self
+    }
+
+    /// Returns this charge without its hold.
+    pub(crate) fn without_hold(mut self) -> Self {
+        self.hold = None;
+        self
+    }
+
     /// Returns this charge with another quota, under the same policy name.
     pub(crate) fn with_quota<'b>(&self, quota: &'b Quota) -> Charge<'b>
     where
@@ -232,6 +261,18 @@ impl<'a> Charge<'a> {
         self.charged_at
     }
 
+    /// Returns the hold.
+    #[must_use]
+    pub fn hold(&self) -> Option<&'a Hold> {
+        self.hold
+    }
+
+    /// Returns whether more than the count of its key decides it: a hold, a block, or the ends of
+    /// holds.
+    pub(crate) fn is_extended(&self) -> bool {
+        self.hold.is_some() || self.quota.has_blocks() || self.quota.releases_holds()
+    }
+
     /// Returns the behaviour while the store cannot decide.
     #[must_use]
     pub fn on_store_failure(&self) -> OnStoreFailure {
@@ -246,6 +287,11 @@ impl<'a> Charge<'a> {
         sent_at: Timestamp,
         now: Timestamp,
     ) -> Option<Self> {
+        if self.hold.is_some() {
+            // By the id. An earlier request made the charge of a repeated one.
+            let is_repeated = decision.hold.is_some_and(|hold| hold.status == HoldStatus::Replayed);
+            return (!is_repeated).then_some(self);
+        }
         let (sent_at, now) = (sent_at.as_micros(), now.as_micros());
         let age = now.saturating_sub(sent_at);
         let charged_at = match self.quota.algorithm() {
@@ -253,7 +299,10 @@ impl<'a> Charge<'a> {
                 return None;
             }
             Algorithm::SlidingCounter if age >= 2 * self.quota.window_micros() => return None,
-            Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::SlidingCounter => sent_at,
+            Algorithm::SlidingLog
+            | Algorithm::FixedWindow
+            | Algorithm::SlidingCounter
+            | Algorithm::Concurrency => sent_at,
             // The earlier contents of the bucket drain first, with or without this refund. Only
             // afterwards does this charge drain.
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
@@ -268,17 +317,11 @@ impl<'a> Charge<'a> {
         Some(self.with_charged_at(Timestamp::from_micros(charged_at.max(1))))
     }
 
-    /// Returns whether the units can ever be admitted.
-    #[inline]
-    pub(crate) fn can_be_admitted(&self) -> bool {
-        (1..=self.quota.burst()).contains(&self.cost)
-    }
-
     /// Checks whether the charge is valid for this action. A refund needs a time and may exceed a
     /// limit that was lowered since, and a reset ignores the cost.
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
-        let is_valid = action != Action::Refund
-            && self.can_be_admitted()
+        let is_valid = matches!(action, Action::Acquire | Action::Peek)
+            && self.quota.parameters().admits_on_fast_path(self.cost)
             && is_plain_key(self.key)
             && self.policy.is_none_or(is_plain_key);
         if is_valid { Ok(()) } else { self.check_slow(action) }
@@ -296,6 +339,18 @@ impl<'a> Charge<'a> {
         if let Some(policy) = self.policy {
             Key::new(policy).map_err(ChargeError::Policy)?;
         }
+        let is_reserved = self.hold.is_some_and(|hold| !hold.is_settled());
+        match (action, self.hold) {
+            (Action::Commit | Action::Renew, None) => return Err(ChargeError::NoHold),
+            (Action::Commit | Action::Renew, Some(_)) => return Ok(()),
+            (Action::Acquire, _) if self.quota.is_concurrency() && !is_reserved => {
+                let is_settled = self.hold.is_some();
+                let error =
+                    if is_settled { ChargeError::SettledInFlight } else { ChargeError::NoHold };
+                return Err(error);
+            }
+            _ => {}
+        }
         match (action, self.cost) {
             // A peek of cost 0 asks whether more units are recorded than the limit allows.
             (Action::Reset, _) | (Action::Peek, 0) => Ok(()),
@@ -309,7 +364,7 @@ impl<'a> Charge<'a> {
     }
 
     fn lacks_time(&self) -> bool {
-        self.charged_at == Timestamp::ZERO && !self.allows_unknown_time
+        self.charged_at == Timestamp::ZERO && !self.allows_unknown_time && self.hold.is_none()
     }
 
     /// Checks charges that are decided together: each must be valid, and no two may have the same
@@ -342,6 +397,7 @@ pub(crate) struct OwnedCharge {
     cost: u64,
     charged_at: Timestamp,
     on_store_failure: OnStoreFailure,
+    hold: Option<Hold>,
 }
 
 impl OwnedCharge {
@@ -353,14 +409,16 @@ impl OwnedCharge {
             cost: charge.cost(),
             charged_at: charge.charged_at(),
             on_store_failure: charge.on_store_failure(),
+            hold: charge.hold().cloned(),
         }
     }
 
     pub(crate) fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota)
+        let charge = Charge::new(&self.key, &self.quota)
             .with_policy(&self.policy)
             .with_cost(self.cost)
             .with_charged_at(self.charged_at)
-            .with_on_store_failure(self.on_store_failure)
+            .with_on_store_failure(self.on_store_failure);
+        Charge { hold: self.hold.as_ref(), ..charge }
     }
 }

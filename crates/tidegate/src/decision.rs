@@ -4,6 +4,8 @@ use std::cmp::Reverse;
 use std::fmt;
 use std::time::Duration;
 
+use crate::hold::HoldState;
+
 /// Answer to one charge.
 ///
 /// A denial is an answer, not an error. `Decision` is `#[must_use]`, and
@@ -52,6 +54,9 @@ pub struct Decision {
     pub delay: Duration,
     /// Origin of the decision.
     pub source: Source,
+    /// State of the [hold](crate::Hold); `None` for a charge without one, and for a reservation that
+    /// is denied.
+    pub hold: Option<HoldState>,
 }
 
 /// Origin of a decision: the store, a cache, a substitute while the store is unavailable, or a
@@ -122,6 +127,7 @@ impl Decision {
             reset_after: Duration::ZERO,
             delay: Duration::ZERO,
             source: Source::Store,
+            hold: None,
         }
     }
 
@@ -160,6 +166,12 @@ impl Decision {
     /// Sets the origin of the decision; [`Source::Store`] by default.
     pub const fn with_source(mut self, source: Source) -> Self {
         self.source = source;
+        self
+    }
+
+    /// Sets the state of the hold.
+    pub const fn with_hold(mut self, hold: HoldState) -> Self {
+        self.hold = Some(hold);
         self
     }
 

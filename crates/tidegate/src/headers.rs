@@ -202,6 +202,10 @@ fn push_policy(text: &mut String, separator: &str, policy: &str, quota: &Quota) 
     push_name(text, separator, policy);
     text.push_str(";q=");
     push_number(text, quota.burst());
+    if quota.is_concurrency() {
+        text.push_str(";qu=\"concurrent-requests\"");
+        return;
+    }
     text.push_str(";w=");
     push_number(text, quota.drain_micros().div_ceil(1_000_000));
 }
@@ -213,16 +217,21 @@ fn push_state_name(text: &mut String, separator: &str, policy: &str) {
 }
 
 impl PolicyState<'_> {
-    /// Returns the seconds of `retry-after`: those of a denial, unless no wait helps.
+    /// Returns the seconds of `retry-after`: those of a denial, unless no wait helps. Units in flight
+    /// may be released at any time before their holds end.
     #[inline]
     fn retry_after(&self) -> Option<u64> {
         let wait = self.decision.retry_after;
-        (!self.decision.allowed && !wait.is_zero()).then(|| seconds(wait))
+        let seconds = || if self.quota.is_concurrency() { 1 } else { seconds(wait) };
+        (!self.decision.allowed && !wait.is_zero()).then(seconds)
     }
 
     /// Returns the seconds of `x-ratelimit-reset`. `None` if no wait helps.
     #[inline]
     fn reset(&self) -> Option<u64> {
+        if self.quota.is_concurrency() {
+            return self.retry_after();
+        }
         let Decision { allowed, retry_after, reset_after, .. } = self.decision;
         (allowed || !retry_after.is_zero()).then(|| seconds(reset_after.max(retry_after)))
     }
@@ -231,6 +240,9 @@ impl PolicyState<'_> {
     /// if no wait helps.
     #[inline]
     fn more_after(&self) -> Option<u64> {
+        if self.quota.is_concurrency() {
+            return self.retry_after();
+        }
         let Decision { allowed, remaining, retry_after, reset_after, source, .. } = self.decision;
         let is_bucket =
             matches!(self.quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
@@ -363,6 +375,31 @@ mod tests {
             assert_eq!(headers[0].1, format!("\"p\";{policy}"));
             assert_eq!(headers[2], ("x-ratelimit-limit", burst.to_string()));
         }
+    }
+
+    #[test]
+    fn units_in_flight_have_a_unit_of_their_own_and_no_window() {
+        let quota = Quota::concurrency(20).expect("valid");
+        let headers = |decision| to_headers(&[PolicyState::new("exports", &quota, decision)], true);
+        let denied = Decision::deny(20, 45 * SECOND).with_reset_after(60 * SECOND);
+        assert_eq!(
+            headers(denied),
+            [
+                ("ratelimit-policy", "\"exports\";q=20;qu=\"concurrent-requests\"".to_owned()),
+                ("ratelimit", "\"exports\";r=0;t=1".to_owned()),
+                ("retry-after", "1".to_owned()),
+                ("x-ratelimit-limit", "20".to_owned()),
+                ("x-ratelimit-remaining", "0".to_owned()),
+                ("x-ratelimit-reset", "1".to_owned()),
+            ]
+        );
+        let allowed = headers(Decision::allow(20, 3).with_reset_after(60 * SECOND));
+        let names: Vec<&str> = allowed.iter().map(|(name, _)| *name).collect();
+        assert_eq!(
+            names,
+            ["ratelimit-policy", "ratelimit", "x-ratelimit-limit", "x-ratelimit-remaining"]
+        );
+        assert_eq!(allowed[1].1, "\"exports\";r=3");
     }
 
     #[test]

@@ -128,7 +128,12 @@ pub(crate) fn write_redis_key(
     text.push('}');
     text.push_str(format_mark);
     text.push(':');
-    text.push_str(policy);
+    // No name of a count is that of a hold, which ends in `:h` or has `:h:` and its id.
+    if policy.ends_with(":h") || [":h:", "%25", "%3A"].iter().any(|part| policy.contains(part)) {
+        text.push_str(&policy.replace('%', "%25").replace(":h", "%3Ah"));
+    } else {
+        text.push_str(policy);
+    }
 }
 
 #[cfg(test)]
@@ -172,6 +177,17 @@ mod tests {
             let (first, second) =
                 (redis_key("p", &key, &policy), redis_key("p", &other_key, &other_policy));
             prop_assert_eq!(first == second, same);
+        }
+
+        #[test]
+        fn no_count_has_the_name_of_a_hold(
+            policy in "(a|:h|:|%|25|3A|h){1,6}", other in "(a|:h|:|%|25|3A|h){1,6}",
+            id in "(a|:h|:|%|h){1,4}",
+        ) {
+            let (name, other_name) = (redis_key("p", "k", &policy), redis_key("p", "k", &other));
+            prop_assert_eq!(name == other_name, policy == other);
+            prop_assert_ne!(format!("{name}:h"), other_name.as_str());
+            prop_assert_ne!(format!("{name}:h:{id}"), other_name);
         }
 
         #[test]

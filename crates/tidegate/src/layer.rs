@@ -92,7 +92,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Response, StatusCode};
+use http::{Response, StatusCode, response};
 use tower_layer::Layer;
 
 use crate::charge::OnStoreFailure;
@@ -174,8 +174,11 @@ struct LayerState<G> {
     limiter: G,
     exempt_preflight: bool,
     refund_on: Option<Arc<dyn Fn(StatusCode) -> bool + Send + Sync>>,
+    settle: Option<Arc<SettleFn>>,
     responses: Responses,
 }
+
+type SettleFn = dyn Fn(&response::Parts) -> Option<u64> + Send + Sync;
 
 impl<S: Store> RateLimitLayer<QuotaRequestLimiter<S>> {
     /// Creates a layer with one quota. All requests count together unless [`by`](Self::by) or
@@ -234,6 +237,51 @@ impl<S: Store> RateLimitLayer<QuotaRequestLimiter<S>> {
     #[must_use]
     pub fn policy(self, name: &str) -> Self {
         self.with(|shared| shared.limiter.policy = Some(name.to_owned()))
+    }
+
+    /// Also admits at most `limit` requests in flight for each key: a request counts until the body
+    /// of its response has ended or is dropped, for example because the client has disconnected.
+    /// [`RequestLease`](crate::RequestLease) has the details, and how a handler counts work that
+    /// outlives its response.
+    ///
+    /// A request that either limit denies takes nothing from the other. For a limit in flight alone,
+    /// give the layer a [`Quota::concurrency`], or [policies](Self::with_policies) with one.
+    ///
+    /// ```
+    /// use std::convert::Infallible;
+    /// use std::time::Duration;
+    /// use http::{Request, Response, StatusCode};
+    /// use tidegate::layer::RateLimitLayer;
+    /// use tidegate::{Limiter, MemoryStore, Quota};
+    /// use tower::{Layer as _, ServiceExt as _, service_fn};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota).in_flight(1);
+    /// let service = layer.layer(service_fn(async |_request: Request<()>| {
+    ///     Ok::<_, Infallible>(Response::new("the body of a long response"))
+    /// }));
+    ///
+    /// let first = service.clone().oneshot(Request::new(())).await?;
+    /// let second = service.clone().oneshot(Request::new(())).await?;
+    /// assert_eq!(second.status(), StatusCode::TOO_MANY_REQUESTS);
+    /// drop(first);
+    /// assert_eq!(service.oneshot(Request::new(())).await?.status(), StatusCode::OK);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// Panics if the limit is not one of [`Quota::concurrency`], such as 0.
+    #[must_use]
+    #[track_caller]
+    pub fn in_flight(self, limit: u64) -> Self {
+        match Quota::concurrency(limit) {
+            Ok(quota) => self.with(|shared| shared.limiter.in_flight = Some(quota)),
+            Err(error) => panic!("RateLimitLayer::in_flight: {error}"),
+        }
     }
 
     /// Sets how requests are decided while the store is unavailable, with a `Fallback` (feature
@@ -310,6 +358,57 @@ impl<G: ConfigureRequest> RateLimitLayer<G> {
         self.with(|shared| shared.limiter.options().cost = Some(Arc::new(cost)))
     }
 
+    /// Settles the cost of a request when its response is there: the [cost](Self::cost) is reserved
+    /// before, the closure returns the units that were really used, and the difference returns to
+    /// the time of the charge. More than was reserved is charged, even beyond the limit. `None`
+    /// keeps the reserved units, as does a request without a response.
+    ///
+    /// ```
+    /// use std::convert::Infallible;
+    /// use std::time::Duration;
+    /// use http::{Request, Response};
+    /// use tidegate::layer::RateLimitLayer;
+    /// use tidegate::{Limiter, MemoryStore, Quota};
+    /// use tower::{Layer as _, ServiceExt as _, service_fn};
+    ///
+    /// /// Number of tokens that a model has used for a response.
+    /// #[derive(Clone, Copy)]
+    /// struct TokensUsed(u64);
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let quota = Quota::sliding_log(10_000, Duration::from_secs(60))?;
+    /// let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+    ///     .cost(|_| 2_000)
+    ///     .settle(|response| Some(response.extensions.get::<TokensUsed>()?.0));
+    /// let service = layer.layer(service_fn(async |_request: Request<()>| {
+    ///     let mut response = Response::new(());
+    ///     response.extensions_mut().insert(TokensUsed(700));
+    ///     Ok::<_, Infallible>(response)
+    /// }));
+    ///
+    /// let first = service.clone().oneshot(Request::new(())).await?;
+    /// assert_eq!(first.headers()["x-ratelimit-remaining"], "8000");
+    /// let second = service.oneshot(Request::new(())).await?;
+    /// assert_eq!(second.headers()["x-ratelimit-remaining"], "7300", "700 and 2,000 are taken");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// It settles all limits, except those in flight and policies that a
+    /// [response header](crate::PolicyBuilder::settled_by) settles. The response follows the
+    /// settlement, so that the client's next request sees it; its headers are those of the charge.
+    #[must_use]
+    pub fn settle<T: Into<Option<u64>>>(
+        self,
+        used: impl Fn(&response::Parts) -> T + Send + Sync + 'static,
+    ) -> Self {
+        self.with(|shared| {
+            shared.limiter.options().settles_cost = true;
+            shared.settle = Some(Arc::new(move |response| used(response).into()));
+        })
+    }
+
     /// Sets how to find the address of the peer, instead of the extension [`Peer`].
     #[must_use]
     pub fn peer(self, peer: impl Fn(&Parts) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
@@ -352,6 +451,7 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
                 limiter,
                 exempt_preflight: false,
                 refund_on: None,
+                settle: None,
                 responses,
             }),
         }

@@ -173,6 +173,7 @@ mod policy;
 // The query:
 mod quota;
 
+mod hold;
 mod key;
 
 mod action;
@@ -201,13 +202,13 @@ pub mod layer;
 mod clock;
 mod enum_names;
 mod join;
-#[cfg(feature = "resilience")]
 mod random;
 #[cfg(feature = "testing")]
 pub mod testing;
 
 /// Guides whose examples compile and run.
 #[cfg(doctest)]
+#[doc = include_str!("../../../docs/holds.md")]
 #[doc = include_str!("../../../docs/library.md")]
 #[doc = include_str!("../../../docs/migrating.md")]
 struct Guides;
@@ -223,14 +224,16 @@ pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
 pub use clock::{Clock, ManualClock, SystemClock, Timestamp};
 pub use decision::{Decision, Decisions, Denied, Source};
 pub use enum_names::UnknownName;
+pub use hold::{Hold, HoldError, HoldState, HoldStatus, HoldTerms, OnExpire};
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
-pub use limiter::{Blocking, Error, Limiter};
+pub use limiter::{Blocking, Error, Limiter, Permit, Reservation};
 pub use policy::{
     ATTRIBUTE_NAMES, AttributeError, AttributeNames, Attributes, Cost, DEFAULT_QUERY_TIMEOUT,
     Enforcement, Explanation, KeySource, MissingKey, Mode, Observer, PathError, PathRules,
     PathSpelling, Policies, Policy, PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError,
-    PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query, QueryError, SelectError, Selection,
-    ShowKeys, StatusSet, TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
+    PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query, QueryError, RequestLease,
+    SelectError, Selection, ShowKeys, StatusSet, TRACE_TARGET, Waiting, decode_value,
+    normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "redis")]

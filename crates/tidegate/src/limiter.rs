@@ -12,8 +12,15 @@ use crate::store::memory::MemoryStore;
 use crate::store::{Action, Outcome, Store, StoreError};
 
 mod blocking;
+mod lease;
+mod permit;
+mod reservation;
 
 pub use blocking::Blocking;
+pub(crate) use lease::Lease;
+use lease::Leases;
+pub use permit::Permit;
+pub use reservation::Reservation;
 
 /// Decides whether requests may pass. Clones share one store, and so one set of counts.
 ///
@@ -25,6 +32,8 @@ pub use blocking::Blocking;
 /// | [`peek`](Self::peek) | shows the state without taking units |
 /// | [`report`](Self::report) | records units that are known only after the request |
 /// | [`refund`](Self::refund) | returns the units of a request that failed |
+/// | [`reserve`](Self::reserve) | takes units now, and settles what was used later |
+/// | [`hold`](Self::hold) | takes units until the permit is dropped |
 /// | [`reset`](Self::reset) | deletes a count |
 ///
 /// Every method validates the charge first and returns [`Error::Charge`] if it can never be
@@ -44,6 +53,7 @@ pub use blocking::Blocking;
 #[derive(Debug)]
 pub struct Limiter<S = MemoryStore> {
     store: Arc<S>,
+    leases: Arc<Leases>,
 }
 
 /// Error that leaves a request undecided. A denial is not an error.
@@ -93,7 +103,7 @@ fn check<S: Store>(action: Action, charge: &Charge<'_>) -> Result<(), ChargeErro
 
 impl<S> Clone for Limiter<S> {
     fn clone(&self) -> Self {
-        Self { store: Arc::clone(&self.store) }
+        Self { store: Arc::clone(&self.store), leases: Arc::clone(&self.leases) }
     }
 }
 
@@ -101,7 +111,7 @@ impl<S: Store> Limiter<S> {
     /// Creates a limiter that keeps its counts in `store`.
     #[must_use]
     pub fn new(store: S) -> Self {
-        Self { store: Arc::new(store) }
+        Self { store: Arc::new(store), leases: Arc::default() }
     }
 
     /// Returns the store.

@@ -21,9 +21,12 @@ mod error;
 mod explain;
 mod index;
 mod key_source;
+mod lanes;
+mod lease;
 mod limiter;
 mod mistake;
 mod networks;
+mod on_response;
 mod path;
 mod pattern;
 mod pipeline;
@@ -44,15 +47,21 @@ pub use key_source::NAMES as ATTRIBUTE_NAMES;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
 pub use key_source::{AttributeError, AttributeNames, KeySource};
+use lanes::Lanes;
+use lease::LeaseScope;
+pub use lease::RequestLease;
 pub use limiter::{
     DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, Progress, TRACE_TARGET, Waiting,
 };
+use on_response::OnResponse;
 #[cfg(feature = "tower")]
 pub(crate) use path::has_dot_segment;
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 pub use query::{Enforcement, PreparedCharge, Query};
 use quotas::{Quotas, ValueQuotas};
 pub use refund_on::StatusSet;
+#[cfg(feature = "tower")]
+pub(crate) use select::whole_number;
 pub use select::{Policies, SelectError, Selection};
 pub use show_keys::ShowKeys;
 pub use value::decode_value;
@@ -100,7 +109,9 @@ pub struct Policy {
     on_store_failure: OnStoreFailure,
     /// `None`: by the attributes of the key.
     show_keys: Option<ShowKeys>,
-    refund_on: Option<Arc<StatusSet>>,
+    on_response: Option<Arc<OnResponse>>,
+    /// Boxed, because few policies have it.
+    lanes: Option<Box<Lanes>>,
     attributes: AttributeNames,
     rules: ReadRules,
     /// Whether a request without the key has been logged. Clones share it.
@@ -204,7 +215,8 @@ impl Policy {
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
             show_keys: None,
-            refund_on: None,
+            on_response: None,
+            lanes: None,
             attributes: AttributeNames::default(),
             rules: ReadRules { path: PathRules::KEEP, ipv6_prefix: DEFAULT_IPV6_PREFIX },
             missing_key_logged: Arc::default(),
@@ -330,10 +342,7 @@ impl Policy {
         attribute: &str,
         values: Vec<(String, Quota)>,
     ) -> Result<(), PolicyError> {
-        let attribute = self.attributes.source(attribute)?;
-        if ["ip", "path"].contains(&attribute.as_str()) {
-            return Err(PolicyError::LimitsAttribute(attribute.to_string()));
-        }
+        let attribute = self.choosing_attribute(attribute)?;
         let mut quotas = HashMap::with_capacity(values.len());
         for (value, quota) in values {
             let normal = attribute.normalize(Cow::Owned(value)).into_owned();
@@ -344,6 +353,15 @@ impl Policy {
         }
         self.quotas.set_by_value(ValueQuotas { attribute, quotas });
         Ok(())
+    }
+
+    /// Returns the attribute whose values choose a limit.
+    fn choosing_attribute(&self, attribute: &str) -> Result<KeySource, PolicyError> {
+        let attribute = self.attributes.source(attribute)?;
+        if ["ip", "path"].contains(&attribute.as_str()) {
+            return Err(PolicyError::LimitsAttribute(attribute.to_string()));
+        }
+        Ok(attribute)
     }
 
     /// Iterates over the path patterns that are probably not meant literally, each with the pattern
@@ -373,7 +391,7 @@ impl Policy {
             }
             Cost::Fixed(units) | Cost::Attribute { default: units, .. } => *units,
         };
-        let most = self.quotas().map(Quota::burst).min().unwrap_or(0);
+        let most = self.quotas().map(Quota::burst).min().unwrap_or(0) * self.lowest_lane() / 100;
         if usual > most {
             return Err(PolicyError::Cost { cost: usual, most });
         }
@@ -445,7 +463,14 @@ impl Policy {
     /// Returns the statuses of responses whose requests it refunds, if there are any.
     #[must_use]
     pub fn refund_on(&self) -> Option<&StatusSet> {
-        self.refund_on.as_deref()
+        self.on_response.as_ref()?.refund_on.as_ref()
+    }
+
+    /// Returns the name of the response header that has the units which a request really used, in
+    /// lower case.
+    #[must_use]
+    pub fn settled_by(&self) -> Option<&str> {
+        self.on_response.as_ref()?.settled_by.as_deref()
     }
 
     /// Iterates over the keys and networks with an override, and their quotas.
@@ -477,7 +502,7 @@ impl Policy {
         &self.key
     }
 
-    /// Returns the attributes of the conditions, the key, the limits and the cost.
+    /// Returns the attributes of the conditions, the key, the limits, the lanes and the cost.
     pub fn references(&self) -> impl Iterator<Item = &str> {
         let conditions = self.conditions.iter().chain(self.unless.iter().flatten());
         let conditions = conditions.map(|condition| &condition.attribute);
@@ -486,7 +511,9 @@ impl Policy {
             Cost::Fixed(_) => None,
             Cost::Attribute { name, .. } => Some(name.as_str()),
         };
-        conditions.chain(&self.key).chain(limits).map(KeySource::as_str).chain(cost)
+        let lanes = self.lanes.as_ref().map(|lanes| &lanes.attribute);
+        let sources = conditions.chain(&self.key).chain(limits).chain(lanes);
+        sources.map(KeySource::as_str).chain(cost)
     }
 
     /// Returns the first attribute of [`references`](Self::references) that no HTTP request has:

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding, MAX_LIMIT, Parameters, mul_div_ceil};
+use crate::hold::{HoldTerms, OnExpire};
 use crate::key::PolicyRef;
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
@@ -18,6 +19,7 @@ use crate::key::PolicyRef;
 /// | [`fixed_window`](Self::fixed_window) | the limit in each window of the clock | constant |
 /// | [`token_bucket`](Self::token_bucket) | a constant rate, and bursts | constant |
 /// | [`leaky_bucket`](Self::leaky_bucket) | a constant rate, by delaying requests | constant |
+/// | [`concurrency`](Self::concurrency) | the limit in flight | grows with the limit |
 ///
 /// A `fixed-window` can admit twice the limit around the start of a window.
 ///
@@ -40,6 +42,7 @@ pub struct Quota {
     default_policy: PolicyRef<'static>,
     /// Lengths of the blocks of a key, by the number of blocks before.
     block_for: Option<Arc<Vec<Duration>>>,
+    holds: HoldTerms,
 }
 
 /// The reason why these parameters are not a valid quota.
@@ -108,6 +111,15 @@ pub enum QuotaError {
     /// A block is too short or too long, or has a fraction of a microsecond.
     #[error("block {0:?} is out of range: it must be from 1ms to 366 days, in microseconds")]
     Block(Duration),
+    /// Units in flight have no window.
+    #[error("concurrency has no window: its units count until they are released")]
+    NoWindow,
+    /// The limit of units in flight is too large.
+    #[error("limit {0} is too large for concurrency: at most {max}", max = Quota::MAX_CONCURRENCY)]
+    ConcurrencyLimit(u64),
+    /// A denial by units in flight does not start a block.
+    #[error("concurrency has no blocks: only the limit of a rate does")]
+    NoBlock,
     /// Both options keep clients out that do not wait.
     #[error("a quota cannot both count denied requests and block: use one of the two")]
     BlockAndCountDenied,
@@ -117,6 +129,8 @@ pub enum QuotaError {
 pub(crate) const MIN_WINDOW: u64 = 1_000;
 pub(crate) const MAX_WINDOW: u64 = 366 * 86_400 * 1_000_000;
 const MAX_DRAIN: u64 = 10 * MAX_WINDOW;
+/// Window in the numbers of a quota without one.
+const NO_WINDOW: u64 = 1_000_000;
 
 impl Quota {
     /// The largest limit and burst. With windows of up to 366 days, the arithmetic stays exact in
@@ -127,6 +141,8 @@ impl Quota {
     pub const MAX_SORTED_SET_LIMIT: u64 = 100_000;
     /// The largest limit of a `sliding-log`.
     pub const MAX_LOG_LIMIT: u64 = 10_000_000;
+    /// The largest limit of units in flight.
+    pub const MAX_CONCURRENCY: u64 = 1_000_000;
     /// The largest number of lengths of [blocks](Self::with_block_for).
     pub const MAX_BLOCKS: usize = 10;
 
@@ -139,6 +155,9 @@ impl Quota {
             return Err(QuotaError::LogLimit(limit));
         }
         let micros = crate::clock::micros(window);
+        if algorithm == Algorithm::Concurrency {
+            return if micros == 0 { Self::concurrency(limit) } else { Err(QuotaError::NoWindow) };
+        }
         if !(MIN_WINDOW..=MAX_WINDOW).contains(&micros) {
             return Err(QuotaError::Window(window));
         }
@@ -157,6 +176,28 @@ impl Quota {
             default_policy: PolicyRef::default_of_quota(&default_policy_name),
             default_policy_name,
             block_for: None,
+            holds: HoldTerms::default(),
+        })
+    }
+
+    /// Creates a quota of at most `limit` units in flight: an acquire holds its units until they are
+    /// released by [`Action::Commit`](crate::Action::Commit), or until its [`Hold`](crate::Hold) ends.
+    pub fn concurrency(limit: u64) -> Result<Self, QuotaError> {
+        if limit == 0 {
+            return Err(QuotaError::Limit(limit));
+        }
+        if limit > Self::MAX_CONCURRENCY {
+            return Err(QuotaError::ConcurrencyLimit(limit));
+        }
+        let parameters = Parameters::new(Algorithm::Concurrency, limit, NO_WINDOW, limit);
+        let name = Algorithm::Concurrency.as_str();
+        Ok(Self {
+            parameters: parameters.without_fast_path(),
+            encoding: Encoding::SortedSet,
+            default_policy: PolicyRef::default_of_quota(name),
+            default_policy_name: name.into(),
+            block_for: None,
+            holds: HoldTerms::default(),
         })
     }
 
@@ -289,9 +330,38 @@ impl Quota {
         if self.count_denied() {
             return Err(QuotaError::BlockAndCountDenied);
         }
+        if self.is_concurrency() {
+            return Err(QuotaError::NoBlock);
+        }
         self.block_for = Some(Arc::new(lengths.to_vec()));
-        self.parameters = self.parameters.with_blocks();
+        self.parameters = self.parameters.without_fast_path();
         Ok(self)
+    }
+
+    /// Sets how long [holds](crate::Hold) of this quota live, and what happens at their end.
+    #[must_use]
+    pub fn with_holds(mut self, terms: HoldTerms) -> Self {
+        self.holds = terms;
+        self.parameters = self.parameters_with(self.limit(), self.burst());
+        self
+    }
+
+    /// Returns how long holds of this quota live, and what happens at their end.
+    #[must_use]
+    pub fn holds(&self) -> &HoldTerms {
+        &self.holds
+    }
+
+    /// Returns whether it limits units in flight.
+    #[must_use]
+    pub fn is_concurrency(&self) -> bool {
+        self.algorithm() == Algorithm::Concurrency
+    }
+
+    /// Returns whether units are free when a hold ends, so that no wait is known exactly.
+    #[inline]
+    pub(crate) fn releases_holds(&self) -> bool {
+        self.holds.on_expire() == OnExpire::Release || self.is_concurrency()
     }
 
     /// Returns the algorithm.
@@ -330,9 +400,12 @@ impl Quota {
         self.parameters.limit()
     }
 
-    /// Returns the window.
+    /// Returns the window; zero for units in flight, which have none.
     #[must_use]
     pub fn window(&self) -> Duration {
+        if self.is_concurrency() {
+            return Duration::ZERO;
+        }
         Duration::from_micros(self.window_micros())
     }
 
@@ -372,12 +445,18 @@ impl Quota {
 
     /// Returns this quota scaled to another limit and burst, each at least 1 and no larger than
     /// [`max_level`](Self::max_level). The default policy name stays the same.
-    #[cfg(feature = "resilience")]
     pub(crate) fn scaled_to(&self, limit: u64, burst: u64) -> Self {
         let window = self.window_micros();
         // Rounding can push a quota at the maximum drain time just beyond it.
         let burst = if mul_div_ceil(burst, window, limit) > MAX_DRAIN { limit } else { burst };
         Self { parameters: self.parameters_with(limit, burst), ..self.clone() }
+    }
+
+    /// Returns the part of this quota that a lane may fill. The rate of a bucket stays.
+    pub(crate) fn lane(&self, percent: u64) -> Self {
+        let burst = self.burst() * percent / 100;
+        let is_bucket = matches!(self.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
+        self.scaled_to(if is_bucket { self.limit() } else { burst }, burst)
     }
 
     /// Returns this quota without blocks, to read a count.
@@ -395,7 +474,10 @@ impl Quota {
         let burst = self.max_level();
         let limit = match self.algorithm() {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.limit(),
-            Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => burst,
+            Algorithm::SlidingLog
+            | Algorithm::SlidingCounter
+            | Algorithm::FixedWindow
+            | Algorithm::Concurrency => burst,
         };
         let wider = unblocked.scaled_to(limit, burst);
         // A bucket with the longest drain time has no larger one of the same rate.
@@ -406,7 +488,8 @@ impl Quota {
     fn parameters_with(&self, limit: u64, burst: u64) -> Parameters {
         let parameters = Parameters::new(self.algorithm(), limit, self.window_micros(), burst);
         let parameters = parameters.with_count_denied(self.count_denied());
-        if self.has_blocks() { parameters.with_blocks() } else { parameters }
+        let is_fast = !self.has_blocks() && !self.releases_holds();
+        if is_fast { parameters } else { parameters.without_fast_path() }
     }
 
     /// Returns the numbers that the algorithms compute with.

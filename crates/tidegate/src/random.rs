@@ -1,6 +1,7 @@
 //! Random numbers for names, hash seeds and jitter. None of them is a secret.
 
 use std::hash::{BuildHasher, RandomState};
+#[cfg(feature = "resilience")]
 use std::time::Duration;
 
 /// Returns a random number, derived from the operating system's randomness.
@@ -8,6 +9,7 @@ pub(crate) fn random_u64() -> u64 {
     RandomState::new().hash_one(0_u8)
 }
 
+#[cfg(feature = "resilience")]
 /// Returns a random duration from 0.5 to 1.5 times this one, so that instances that wait for the
 /// same event do not act at the same time.
 pub(crate) fn jittered(duration: Duration) -> Duration {
@@ -15,7 +17,7 @@ pub(crate) fn jittered(duration: Duration) -> Duration {
     duration / 2 + duration * u32::from(byte) / 256
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "resilience"))]
 mod tests {
     use super::*;
 

@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use support::{LONG, every_quota};
-use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::testing::{conformance, conformance_of_holds, conformance_of_long_logs};
 use tidegate::{
     Algorithm, Charge, ChargeError, Clock, Error, KeyError, Limiter, ManualClock, MemoryStore,
     Quota, StoreError, Timestamp,
@@ -22,6 +22,11 @@ fn limiter_on(clock: &ManualClock) -> Limiter {
 #[tokio::test]
 async fn memory_store_conforms_to_the_model() {
     conformance(support::seeds(10_000).chain(REGRESSIONS), async |clock| limiter_on(&clock)).await;
+}
+
+#[tokio::test]
+async fn holds_in_memory_conform_to_the_model() {
+    conformance_of_holds(support::seeds(5_000), async |clock| limiter_on(&clock)).await;
 }
 
 #[tokio::test]
@@ -311,7 +316,7 @@ fn system_clock_starts_at_the_wall_clock_and_advances() {
 fn invalid_charges_are_rejected_for_new_and_existing_keys() {
     let limiter = limiter_on(&ManualClock::new());
     let blocking = limiter.blocking();
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::RATES {
         let quota = Quota::new(algorithm, 10, Duration::from_secs(3600)).expect("valid");
         let charge = |key| Charge::new(key, &quota);
         for exists in [false, true] {

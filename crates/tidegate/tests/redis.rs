@@ -6,7 +6,7 @@ mod support;
 use std::time::Duration;
 
 use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed, valkey_9};
-use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::testing::{conformance, conformance_of_holds, conformance_of_long_logs};
 use tidegate::{Algorithm, Charge, Error, Limiter, ManualClock, Quota, RedisStore, StoreError};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -21,6 +21,14 @@ async fn the_redis_store_conforms_to_the_model() {
         redis.driven_limiter(clock).await
     })
     .await;
+    redis.assert_every_key_expires();
+}
+
+#[tokio::test]
+async fn holds_on_redis_conform_to_the_model() {
+    let redis = Redis::start();
+    conformance_of_holds(support::seeds(400), async |clock| redis.driven_limiter(clock).await)
+        .await;
     redis.assert_every_key_expires();
 }
 
@@ -41,6 +49,7 @@ async fn the_store_on_the_newest_server_conforms_to_the_model_and_is_exact() {
     let new_limiter = async |clock| redis.driven_limiter(clock).await;
     conformance(support::seeds(150), new_limiter).await;
     conformance_of_long_logs(support::seeds(3), new_limiter).await;
+    conformance_of_holds(support::seeds(100), new_limiter).await;
     support::assert_exact_under_concurrency(&redis.limiter().await).await;
     redis.assert_every_key_expires();
 }
@@ -368,7 +377,7 @@ async fn a_key_with_a_window_of_milliseconds_does_not_expire_early() {
         );
         let max = match quota.algorithm() {
             Algorithm::SlidingCounter => 2 * 700,
-            Algorithm::FixedWindow => 700,
+            Algorithm::FixedWindow | Algorithm::Concurrency => 700,
             // Up to an eighth longer.
             Algorithm::SlidingLog => 700 + 700 / 8 + 1,
             // One of ten units is in the bucket.

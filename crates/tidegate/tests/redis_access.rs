@@ -12,7 +12,7 @@ use support::{
     redis_6, valkey_9,
 };
 use tidegate::store::redis::Tls;
-use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::testing::{conformance, conformance_of_holds, conformance_of_long_logs};
 use tidegate::{
     Algorithm, Charge, Encoding, Error, Limiter, ManualClock, Quota, RedisStore, SharedStore,
     StoreError,
@@ -32,6 +32,7 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     };
     conformance(0..seeds, &mut driven).await;
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
+    conformance_of_holds(0..seeds.div_ceil(2), &mut driven).await;
     // A full chunk of a packed log leaves the window.
     let clock = ManualClock::new();
     let (limiter, quota) = (driven(clock.clone()).await, packed(4_000, MINUTE));

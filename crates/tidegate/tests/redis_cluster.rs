@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use support::{Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, until, valkey_9};
-use tidegate::testing::conformance;
+use tidegate::testing::{conformance, conformance_of_holds};
 use tidegate::{
     Action, Charge, DenyCache, Error, Limiter, ManualClock, MemoryStore, Quota, RedisStore,
     SharedStore, Source, Store, StoreError,
@@ -40,6 +40,8 @@ async fn the_store_on_a_cluster_of_the_newest_server_conforms_and_is_exact() {
 
 async fn assert_conforms_and_is_exact(cluster: &Cluster, seeds: u64) {
     conformance(support::seeds(seeds), async |clock| driven(cluster, clock).await).await;
+    let of_holds = support::seeds(seeds / 2);
+    conformance_of_holds(of_holds, async |clock| driven(cluster, clock).await).await;
     support::assert_exact_under_concurrency(&limiter(cluster).await).await;
 
     // A single URL of a node is enough.

@@ -5,37 +5,18 @@ mod support;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpStream;
-use std::task::Poll;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
-use support::{Redis, every_quota, packed};
+use support::{Redis, every_quota, join_all, packed};
 use tidegate::{
-    Action, Charge, Clock as _, Error, Limiter, ManualClock, OnStoreFailure, Quota, RedisStore,
-    Source, Store as _, StoreError,
+    Action, Charge, Clock as _, Error, Hold, HoldTerms, Limiter, ManualClock, OnExpire,
+    OnStoreFailure, Quota, RedisStore, Source, Store as _, StoreError,
 };
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SECOND: Duration = Duration::from_secs(1);
-
-/// Runs futures at the same time, so that their requests share calls.
-async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
-    let mut futures: Vec<_> = futures.into_iter().map(Box::pin).collect();
-    let mut outputs: Vec<_> = futures.iter().map(|_| None).collect();
-    std::future::poll_fn(|context| {
-        for (future, output) in futures.iter_mut().zip(&mut outputs) {
-            if output.is_none()
-                && let Poll::Ready(ready) = future.as_mut().poll(context)
-            {
-                *output = Some(ready);
-            }
-        }
-        if outputs.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
-    outputs.into_iter().flatten().collect()
-}
 
 /// Change of the bytes of a stored value.
 #[derive(Debug, Clone)]
@@ -231,6 +212,129 @@ fn fuzz_a_damaged_value_affects_its_key_only() {
     run.expect("no call fails");
 }
 
+/// Actions on the holds of a damaged key, each with the number of the id.
+const REQUESTS: [(Action, usize); 9] = [
+    (Action::Peek, 0),
+    (Action::Acquire, 0),
+    (Action::Renew, 1),
+    (Action::Commit, 1),
+    (Action::Acquire, 2),
+    (Action::Refund, 0),
+    (Action::Commit, 2),
+    (Action::Commit, 0),
+    (Action::Acquire, 1),
+];
+
+fn quotas_with_holds() -> Vec<Quota> {
+    let terms = HoldTerms::new(MINUTE, 10 * MINUTE).expect("valid");
+    let mut quotas = every_quota(100, MINUTE);
+    let released =
+        |quota: &Quota| quota.clone().with_holds(terms.with_on_expire(OnExpire::Release));
+    quotas.extend(quotas.iter().map(released).collect::<Vec<_>>());
+    quotas.extend(std::iter::repeat_n(Quota::concurrency(100).expect("valid"), 6));
+    quotas
+}
+
+/// The count, the set, and the record of a hold, each damaged, replaced by another type or deleted.
+#[test]
+fn fuzz_a_damaged_hold_affects_its_key_only() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.expect("a runtime");
+    let limiter = runtime.block_on(redis.driven_limiter(clock.clone()));
+    let quotas = quotas_with_holds();
+    let ids = ["job", "a:b*2", "other"].map(|id| Hold::new(id).expect("valid"));
+    let cases = (
+        0..quotas.len(),
+        prop::sample::select(vec![1_u64, 9]),
+        0..5_usize,
+        any::<usize>(),
+        prop::collection::vec(mutation(), 1..5),
+        prop::sample::select(vec![0_u64, 30_000_000, 60_000_001]),
+    );
+    let number = std::cell::Cell::new(0_u64);
+    let count = std::env::var("FUZZ_CASES").ok().and_then(|count| count.parse().ok());
+    let config = ProptestConfig {
+        cases: count.unwrap_or(1_000),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let connection = std::cell::RefCell::new(redis.connection());
+    let seed = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let run = TestRunner::new_with_rng(config, seed).run(
+        &cases,
+        |(quota, cost, which, part, mutations, wait)| {
+            number.set(number.get() + 1);
+            let (quota, name) = (&quotas[quota], number.get().to_string());
+            let near = format!("{name}-near");
+            let damaged = Charge::new(&name, quota).with_policy("p").with_cost(cost);
+            let other = Charge::new(&near, quota).with_policy("p");
+            runtime.block_on(async {
+                for id in &ids[..2] {
+                    let _ = limiter.acquire(&damaged.with_hold(id)).await.expect("decided");
+                    clock.advance(Duration::from_micros(97));
+                }
+            });
+            let count = limiter.store().redis_key(&damaged);
+            let keys = [":h:job", ":h", "", ":h", ":h:job"].map(|suffix| count.clone() + suffix);
+            let key = &keys[which];
+            let run = |words: &[&str]| {
+                let connection = &mut *connection.borrow_mut();
+                redis::cmd(words[0]).arg(&words[1..]).query::<redis::Value>(connection)
+            };
+            match (run(&["EXISTS", key]).expect("a number"), which) {
+                (redis::Value::Int(1), ..3) => {
+                    damage(&mut connection.borrow_mut(), key, part, &mutations);
+                }
+                (_, 3) => {
+                    run(&["DEL", key]).expect("deleted");
+                    run(&["HSET", key, "a", "b"]).expect("another type");
+                    run(&["PEXPIRE", key, "7200000"]).expect("it expires");
+                }
+                _ => drop(run(&["DEL", key]).expect("deleted")),
+            }
+            clock.advance(Duration::from_micros(wait));
+            for (round, (action, id)) in (0..).zip(REQUESTS) {
+                let charge = damaged.with_hold(&ids[id]);
+                let near_id = Hold::new(format!("near-{round}")).expect("valid");
+                let answers = runtime.block_on(join_all([
+                    limiter.store().decide(action, &charge).into_future(),
+                    limiter
+                        .store()
+                        .decide(Action::Acquire, &other.with_hold(&near_id))
+                        .into_future(),
+                ]));
+                let left = answers[1].as_ref().map(|decision| decision.remaining);
+                prop_assert_eq!(left, Ok(99 - round));
+                prop_assert!(
+                    matches!(
+                        &answers[0],
+                        Ok(_) | Err(StoreError::Unreadable(_) | StoreError::Invalid(_))
+                    ),
+                    "{:?} of {:?} ({}): {:?}",
+                    action,
+                    quota,
+                    which,
+                    answers[0]
+                );
+            }
+            for key in &keys {
+                let expires = run(&["PTTL", key]).expect("a number");
+                prop_assert_ne!(expires, redis::Value::Int(-1), "no expiry: {}", key);
+            }
+            // A reset heals the key.
+            let new = Hold::new("new").expect("valid");
+            let healed = runtime.block_on(async {
+                limiter.reset(&damaged).await.expect("reset");
+                limiter.acquire(&damaged.with_hold(&new)).await.expect("decided").remaining
+            });
+            prop_assert_eq!(healed, 100 - cost);
+            Ok(())
+        },
+    );
+    run.expect("no call fails");
+}
+
 /// The value of the issue: the fast path computed with it, outside of any pcall.
 #[tokio::test]
 async fn a_damaged_value_opens_no_circuit() {
@@ -378,4 +482,32 @@ async fn unusual_decisions_are_spread_over_calls() {
         "{most} commands and members in one of {} calls",
         calls.len()
     );
+}
+
+/// Each of these keys has a hundred holds that have ended, which one call removes.
+#[tokio::test]
+async fn ended_holds_of_many_keys_are_removed_in_several_calls() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::concurrency(200).expect("valid");
+    let keys: Vec<String> = (0..40).map(|number| format!("user-{number}")).collect();
+    let id = Hold::new("job").expect("valid");
+    let charges: Vec<_> = keys.iter().map(|key| Charge::new(key, &quota).with_hold(&id)).collect();
+    let now = limiter.store().clock().now().as_micros();
+    let fill = "for i = 1, 300 do redis.call('ZADD', KEYS[1], ARGV[1] + i, 'hold-' .. i) end \
+                redis.call('PEXPIRE', KEYS[1], 600000)";
+    for charge in &charges {
+        let (key, from) = (limiter.store().redis_key(charge), (now - 9_000_000).to_string());
+        redis.query::<()>(&["EVAL", fill, "1", &key, &from]);
+    }
+    for (round, allowed) in [(1, false), (2, true)] {
+        let calls = work_per_call(&redis, async {
+            for decision in join_all(charges.iter().map(|charge| limiter.acquire(charge))).await {
+                assert_eq!(decision.expect("decided").allowed, allowed, "{round}");
+            }
+        })
+        .await;
+        let most = calls.iter().max().copied().unwrap_or_default();
+        assert!((1..=300).contains(&most), "{most} in one of {} calls", calls.len());
+    }
 }

@@ -41,7 +41,7 @@ async fn a_longer_window_keeps_the_counts() {
         let windows = if long.quota().algorithm() == Algorithm::SlidingCounter { 2 } else { 1 };
         // A fixed window may be about to end; a bucket drains from now on.
         let min = match long.quota().algorithm() {
-            Algorithm::FixedWindow => 3_600_000 - 61_000,
+            Algorithm::FixedWindow | Algorithm::Concurrency => 3_600_000 - 61_000,
             Algorithm::SlidingCounter => 7_200_000 - 61_000,
             _ => 3_590_000,
         };

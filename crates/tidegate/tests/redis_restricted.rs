@@ -16,7 +16,7 @@ use support::{
 };
 use tidegate::store::invalidation::{Cursor, Scope};
 use tidegate::store::redis::{Builder, ClockSource, Restriction};
-use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::testing::{conformance, conformance_of_holds, conformance_of_long_logs};
 use tidegate::{Action, Charge, Limiter, Quota, RedisStore, SharedStore, Source, Store};
 
 const NO_TIME: &str = "ERR This Redis command is not allowed from script";
@@ -169,6 +169,7 @@ async fn decisions_conform_where_scripts_must_not_call_time() {
         };
         conformance(support::seeds(20), &mut driven).await;
         conformance_of_long_logs(0..1, &mut driven).await;
+        conformance_of_holds(0..10, &mut driven).await;
         assert!(server.refusals(Refusal::Time) > 0);
     }
 }

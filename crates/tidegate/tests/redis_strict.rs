@@ -9,7 +9,7 @@ use redis::{FromRedisValue, RedisError};
 use support::{ClusterView, Databases, Refusal, Restrictions, ScriptCache, StrictServer};
 use support::{LONG, TEST_TIMEOUT, every_quota};
 use tidegate::store::redis::{Builder, ClockSource};
-use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::testing::{conformance, conformance_of_holds, conformance_of_long_logs};
 use tidegate::{Charge, Limiter, RedisStore};
 
 fn builder(server: &StrictServer) -> Builder {
@@ -30,6 +30,7 @@ async fn assert_conforms(restrictions: Restrictions, seeds: u64) {
     };
     conformance(support::seeds(seeds), new_limiter).await;
     conformance_of_long_logs(support::seeds(2), new_limiter).await;
+    conformance_of_holds(support::seeds(seeds / 4), new_limiter).await;
     server.redis().assert_every_key_expires();
 }
 

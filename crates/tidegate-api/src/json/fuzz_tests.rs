@@ -8,11 +8,13 @@ use serde_json::Value;
 use super::*;
 use crate::fuzz;
 
-const SEEDS: [&str; 10] = [
+const SEEDS: [&str; 12] = [
     r#"{"policy": "p", "key": "k", "cost": 3}"#,
     r#"{"attributes": {"header.X-User": "U", "host": "A.Example.com:80", "Path": "/"}}"#,
     r#"{"key": "k", "quota": {"limit": 5, "window": "1s", "algorithm": "token-bucket"}}"#,
     r#"{"policy": "\u0070\n\ud83c\udf0a", "key": "\\\"", "age_ms": 1000}"#,
+    r#"{"policy": "p", "key": "k", "id": "\u0061!", "actual": 0, "ttl_ms": 5000}"#,
+    r#"{"key": "k", "id": "a", "quota": {"limit": 5, "algorithm": "concurrency", "hold": {"ttl": "1s"}}}"#,
     r#"["p", "k", null, null, 1]"#,
     r#"{"key": "k", "quota": ["sliding-log", null, null, 5, "1s", null]}"#,
     r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#,
@@ -20,7 +22,7 @@ const SEEDS: [&str; 10] = [
     r#"{"cost": 18446744073709551616, "key": "\ud800"}"#,
     r#"{"key": "k", "quota": {"limit": 0, "window": "99999999999999d", "count_denied": true}}"#,
 ];
-const PIECES: [&str; 28] = [
+const PIECES: [&str; 33] = [
     "{",
     "}",
     "[",
@@ -42,6 +44,11 @@ const PIECES: [&str; 28] = [
     "\"attributes\":",
     "\"quota\":",
     "\"cost\":",
+    "\"id\":",
+    "\"ttl_ms\":",
+    "\"actual\":",
+    "\"hold\":{\"max_ttl\":\"2s\",\"on_expire\":\"release\"}",
+    "\"algorithm\":\"concurrency\"",
     "\"a\"",
     " ",
     "\"limit\":",
@@ -62,8 +69,36 @@ fn fuzz_json_of_queries_is_read_as_other_parsers_read_it() {
         let text = |name: &str| fields.get(name).and_then(Value::as_str);
         assert_eq!(query.policy.as_deref(), text("policy"));
         assert_eq!(query.key.as_deref(), text("key"));
-        for (read, name) in [(query.cost, "cost"), (query.age_ms, "age_ms")] {
+        assert_eq!(query.id.as_deref(), text("id"));
+        for (read, name) in [
+            (query.cost, "cost"),
+            (query.age_ms, "age_ms"),
+            (query.id_ttl_ms, "id_ttl_ms"),
+            (query.ttl_ms, "ttl_ms"),
+            (query.actual, "actual"),
+        ] {
             assert_eq!(read, fields.get(name).and_then(Value::as_u64), "{name}");
+        }
+        for operation in Operation::OF_API {
+            // A hold has the id of the query, and no field that the operation does not know.
+            match query.hold(operation) {
+                Err(error) => assert!(error.len() <= 512, "{error}"),
+                Ok(hold) => {
+                    let is_new = operation == Operation::Reserve && query.id.is_none();
+                    let id = hold.as_ref().map(|hold| hold.id()).filter(|_| !is_new);
+                    assert_eq!(id, query.id.as_deref(), "{operation:?}");
+                    assert_eq!(is_new, hold.is_some() && query.id.is_none());
+                    for (name, is_given) in [
+                        ("cost", query.cost.is_some()),
+                        ("ttl_ms", query.ttl_ms.is_some()),
+                        ("id_ttl_ms", query.id_ttl_ms.is_some()),
+                        ("actual", query.actual.is_some()),
+                    ] {
+                        let is_known = !is_given || operation.fields().contains(&name);
+                        assert!(is_known, "{operation:?}: {name}");
+                    }
+                }
+            }
         }
         let attributes = fields.get("attributes").and_then(Value::as_object);
         assert_eq!(

@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_json::json;
 use serde_saphyr::Spanned;
-use tidegate::{Algorithm, OnStoreFailure};
+use tidegate::{Algorithm, OnExpire, OnStoreFailure};
 
 use super::AccessLogFormat;
 use super::listen::UnixMode;
@@ -363,6 +363,14 @@ pub(super) struct RawEnvoy {
     /// Algorithms of single rules, by the name of the rule.
     #[schemars(with = "BTreeMap<String, Algorithm>")]
     pub(super) algorithms: BTreeMap<String, Spanned<String>>,
+    /// Key of the descriptor entry that has the id of a request. It is not a part of the descriptor:
+    /// rules do not match it, and counts do not depend on it. Rules need it that hold units until a
+    /// request ends: those of `holds`, and those with the algorithm concurrency.
+    #[schemars(with = "Option<String>", length(min = 1))]
+    pub(super) hold_id: Option<Spanned<String>>,
+    /// Holds of single rules, by the name of the rule.
+    #[schemars(with = "BTreeMap<String, RawRuleHolds>")]
+    pub(super) holds: BTreeMap<String, Spanned<RawRuleHolds>>,
     /// Decision of the rules while the store is unavailable: local (default), allow, deny, or
     /// error, which ends the call with UNAVAILABLE, so that Envoy's `failure_mode_deny` decides.
     #[schemars(with = "Option<OnStoreFailure>")]
@@ -377,6 +385,23 @@ pub(super) struct RawEnvoy {
     pub(super) dynamic_metadata: Flag,
     /// Part of a limit from which on units count in `tidegate_near_limit_total`; 0.8 by default.
     pub(super) near_limit_ratio: Option<Ratio>,
+}
+
+/// Units that requests hold until they end.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "RuleHolds")]
+pub(super) struct RawRuleHolds {
+    /// Units that a request takes when it starts. Those that it used are reported at its end, and
+    /// the rest returns to the time of its start. For all algorithms but concurrency.
+    pub(super) reserve: Option<Bounded<1, { u32::MAX as u64 }>>,
+    /// Time after which a request holds nothing any more, from 1s to 24h; the window of the rule by
+    /// default, but from 1m to 1h.
+    pub(super) ttl: Option<BoundedDuration<1_000_000, 86_400_000_000>>,
+    /// Treatment of the reserved units of a request that has not ended by then: charge (default) or
+    /// release.
+    #[schemars(with = "Option<OnExpire>")]
+    pub(super) on_expire: Option<Spanned<String>>,
 }
 
 /// Upstreams of `tidegate gateway`.

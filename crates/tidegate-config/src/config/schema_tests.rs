@@ -20,7 +20,9 @@ mod door_probes;
 mod probes;
 
 /// Rules that a JSON Schema cannot express: a part of the message, and the reason.
-const INEXPRESSIBLE: [(&str, &str); 28] = [
+const INEXPRESSIBLE: [(&str, &str); 30] = [
+    ("is longer than their max_ttl", "compares two durations"),
+    ("has less than one unit", "multiplies a limit and a part of it"),
     ("would never match", "depends on the rules in `paths`"),
     ("is used twice", "compares the names of two policies"),
     ("another token has this name", "compares the names of two tokens"),
@@ -227,9 +229,11 @@ fn examples() -> Vec<Value> {
     let overridden = "attributes: [tenant]\npolicies: [{name: a, algorithm: token-bucket, limit: 10, \
                       window: 1s, key: tenant, overrides: [{key: k, limit: 20, window: 2s, burst: \
                       30}]}]\n";
+    let holds = "envoy: {files: [rules], hold_id: id, holds: {export: {reserve: 1, ttl: 10m, \
+                 on_expire: charge}}}\n";
+    let others = [commented, with_password, with_sentinels, overridden, holds, super::SAMPLE];
     let mut examples = Vec::new();
-    for block in blocks.chain([commented, with_password, with_sentinels, overridden, super::SAMPLE])
-    {
+    for block in blocks.chain(others) {
         let document: Value = serde_saphyr::from_str(block).expect("YAML");
         let attributes = document.get("attributes").cloned().unwrap_or(json!([]));
         for (section, content) in document.as_object().expect("sections") {
@@ -386,6 +390,8 @@ fn mark_seen(root: &Value, (name, schema): (&str, &Value), value: &Value, unseen
             for (field, value) in fields {
                 if let Some(schema) = schema.get("properties").and_then(|all| all.get(field)) {
                     unseen.remove(&(name.to_owned(), field.clone()));
+                    mark_seen(root, (field, schema), value, unseen);
+                } else if let Some(schema) = schema.get("additionalProperties") {
                     mark_seen(root, (field, schema), value, unseen);
                 }
             }

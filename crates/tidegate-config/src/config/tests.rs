@@ -22,8 +22,9 @@ fn examples_in_the_documents_are_valid() {
             .collect();
         assert!(!blocks.is_empty());
         for block in blocks {
-            // The files that the examples name do not exist here.
-            let block = block.replace("files: [ratelimit.yaml]", "files: []");
+            // Examples name rules of this file. Other files that they name do not exist here.
+            let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/envoy/ratelimit.yaml");
+            let block = block.replace("files: [ratelimit.yaml]", &format!("files: ['{rules}']"));
             match Config::parse("the document", &block) {
                 Err(error) if error.to_string().contains(".pem: cannot read a certificate") => {}
                 Err(error) if error.to_string().contains(".pem: cannot be read") => {}
@@ -136,6 +137,33 @@ fn errors_in_policies_show_their_position() {
         ),
         ("cost: {attribute: header., max: 5}", "5:23:", "a name is missing after the dot"),
         ("cost: {attribute: heder.x, max: 5}", "5:23:", "did you mean `header.x`?"),
+        ("cost: {reserve: 11, actual: {response_header: t}}", "5:11:", "at most 10 at once"),
+        (
+            "cost: {reserve: {attribute: heder.x}, actual: {response_header: t}}",
+            "5:33:",
+            "cost.reserve.attribute: unknown attribute \"heder.x\"",
+        ),
+        (
+            "cost: {reserve: 5, actual: {response_header: 'x tokens'}}",
+            "5:50:",
+            "\"x tokens\" is not the name of a response header: write one such as x-tokens-used",
+        ),
+        ("cost: {reserve: 5}", "5:11:", "has `actual: {response_header: NAME}`"),
+        (
+            "cost: {actual: {response_header: t}}",
+            "5:11:",
+            "has `reserve`, the units to take before",
+        ),
+        (
+            "cost: {reserve: 5, max: 5, actual: {response_header: t}}",
+            "5:11:",
+            "move `attribute`, `default` and `max` into `reserve`",
+        ),
+        (
+            "cost: {reserve: {reserve: 5, actual: {response_header: t}}, actual: {response_header: t}}",
+            "5:21:",
+            "a reserve is a whole number, or {attribute: NAME, default: 2000}",
+        ),
         (
             "key: host\n    overrides:\n      - {key: k, limit: 1}\n      - {key: k, limit: 2}",
             "8:15:",
@@ -157,6 +185,16 @@ fn errors_in_policies_show_their_position() {
         ("unless: [{ip: 10.0.0.1}, {}]", "5:30:", "would exempt every request"),
         ("unless: [{ips: 10.0.0.1}]", "5:15:", "unless: unknown attribute \"ips\""),
         ("limits: {attribute: header.x, other: 5}", "3:12:", "move this one to `limits.other`"),
+        ("lanes: {attribute: header.x, low: 9%}", "5:24:", "has less than one unit"),
+        ("lanes: {attribute: header.x, low: 80}", "5:39:", "from 1% to 100%, such as 80%"),
+        (
+            "cost: {reserve: 5, actual: {response_header: X-RateLimit-Used}}",
+            "5:",
+            "is not the name of a response header",
+        ),
+        ("hold: {ttl: 2m, max_ttl: 1m}", "5:11:", "longer than their max_ttl"),
+        ("hold: {ttl: 0s}", "5:17:", "must be from 1s to 1d"),
+        ("algorithm: concurrency", "4:13:", "concurrency has no window"),
         ("match: {path: '^/api/.*$'}", "5:19:", "such as `/api/**`"),
         ("match: {method: 'GET|POST'}", "5:21:", "`[GET, POST]`"),
         ("match: {method: '!GET'}", "5:21:", "`unless: [{method: GET}]`"),
@@ -181,6 +219,29 @@ fn errors_in_policies_show_their_position() {
     ] {
         let found =
             error(&format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n    {rest}\n"));
+        assert!(
+            found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message),
+            "{rest}\n{found}"
+        );
+    }
+    for (rest, place, message) in [
+        ("algorithm: sliding-log", "2:11:", "missing field `window`: the time of the limit"),
+        ("algorithm: concurrency\n    hold: {on_expire: charge}", "5:23:", "leave `on_expire` out"),
+        ("algorithm: concurrency\n    burst: 5", "5:12:", "burst"),
+        (
+            "algorithm: concurrency\n    cost: {reserve: 5, actual: {response_header: t}}",
+            "5:50:",
+            "a policy of concurrency is not settled by a response",
+        ),
+        ("algorithm: concurrency\n    block_for: 10m", "5:16:", "concurrency has no blocks"),
+        ("algorithm: concurrency\n    encoding: packed", "5:15:", "encoding"),
+        (
+            "algorithm: concurrency\n    key: ip\n    overrides: [{key: 10.0.0.1, limit: 2000000}]",
+            "6:40:",
+            "too large for concurrency",
+        ),
+    ] {
+        let found = error(&format!("policies:\n  - name: a\n    limit: 10\n    {rest}\n"));
         assert!(
             found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message),
             "{rest}\n{found}"
@@ -257,6 +318,9 @@ fn errors_in_other_sections_show_their_position() {
         ("envoy:\n  on_store_failure: closed\n", "2:21:", "one of local, allow, deny, error"),
         ("envoy:\n  on_store_failures: {a: deny}\n", "2:26:", "no rule is named \"a\""),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
+        ("envoy:\n  holds: {a: {reserve: 1}}\n", "2:14:", "holds: no rule is named \"a\""),
+        ("envoy:\n  holds: {a: {ttl: 1ms}}\n", "2:20:", "must be from 1s to 1d"),
+        ("envoy:\n  hold_id: ''\n", "2:12:", "hold_id is empty"),
         ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
         ("envoy:\n  files: [nowhere/*.yaml]\n", "2:11:", "no file matches this pattern"),
         ("envoy:\n  near_limit_ratio: 1.5\n", "2:21:", "must be a number from 0 to 1"),
@@ -391,8 +455,8 @@ fn usual_mistakes_in_yaml_are_named() {
         ("policies:\n  - name:a\n    limit: 5\n", "2:5:", "a space is missing after the colon"),
         (
             "policies:\n  - name: a\n  limit: 5\n  window: 60s\n",
-            "4:3:",
-            "`window` must start in column 5, like the other fields of line 2",
+            "3:3:",
+            "the indentation does not fit the lines above: fields of one level start in the same",
         ),
         ("listen\n", "1:1:", "a colon is missing after this name"),
         ("auth:\n\tapi_token: S3CR3T\n", "2:1:", "a tab in the indentation"),

@@ -173,6 +173,7 @@ impl<'a> RuleLoader<'a> {
             keys: keys.to_vec(),
             replaces,
             limit: validated,
+            reserve: None,
             mode: match (raw.shadow_mode, raw.quota_mode) {
                 (true, _) => RuleMode::Shadow,
                 (false, true) => RuleMode::Quota,

@@ -236,6 +236,64 @@ fn algorithm_of_a_named_rule_takes_precedence() {
 }
 
 #[test]
+fn units_in_flight_have_a_lease_as_long_as_the_window_within_bounds() {
+    let load = |unit: &str, requests: u64| {
+        let rule = format!("{{name: n, unit: {unit}, requests_per_unit: {requests}}}");
+        let text = format!("domain: d\ndescriptors: [{{key: k, rate_limit: {rule}}}]");
+        Rules::load(&[("f".to_owned(), text)], Algorithm::Concurrency, &BTreeMap::new())
+    };
+    for (unit, seconds) in [("second", 60), ("minute", 60), ("hour", 3_600), ("year", 3_600)] {
+        let rules = load(unit, 5).expect("valid");
+        let rule = &found(&rules, &[("k", "v")]).rule;
+        let Limit::Quota(_, quota) = &rule.limit else { panic!("{rule:?}") };
+        assert!(rule.limit.is_concurrency() && quota.limit() == 5);
+        assert_eq!(quota.holds().ttl(), Duration::from_secs(seconds), "{unit}");
+    }
+    let none = load("hour", 0).expect("valid");
+    assert!(matches!(found(&none, &[("k", "v")]).rule.limit, Limit::Zero(..)));
+    let error = load("hour", 1_000_001).expect_err("too many").to_string();
+    assert!(error.contains("rate_limit.requests_per_unit: limit 1000001 is too large"), "{error}");
+}
+
+#[test]
+fn holds_of_a_rule_fit_its_algorithm_and_its_limit() {
+    let rule = "{name: n, unit: hour, requests_per_unit: 5}";
+    let text = format!("domain: d\ndescriptors: [{{key: k, rate_limit: {rule}}}]");
+    let set = |algorithm: Algorithm, holds: RuleHolds| {
+        let files = [("f".to_owned(), text.clone())];
+        let mut rules = Rules::load(&files, algorithm, &BTreeMap::new()).expect("valid");
+        rules.set_holds("n", holds).map(|()| rules)
+    };
+    let (window, in_flight) = (Algorithm::FixedWindow, Algorithm::Concurrency);
+    let second = Some(Duration::from_secs(1));
+    let release = Some(OnExpire::Release);
+    for (algorithm, reserve, ttl, on_expire, seconds) in [
+        (window, Some(5), None, release, 3_600),
+        (window, Some(1), second, None, 1),
+        (in_flight, None, second, None, 1),
+        (in_flight, None, None, None, 3_600),
+    ] {
+        let rules = set(algorithm, RuleHolds { reserve, ttl, on_expire }).expect("valid");
+        let rule = &found(&rules, &[("k", "v")]).rule;
+        let Limit::Quota(_, quota) = &rule.limit else { panic!("{rule:?}") };
+        assert_eq!(rule.reserve, reserve);
+        assert_eq!(quota.holds().ttl(), Duration::from_secs(seconds));
+        assert_eq!(quota.holds().on_expire(), on_expire.unwrap_or_default());
+    }
+    for (algorithm, reserve, on_expire, message) in [
+        (window, Some(6), None, "reserve is 6, but the rule admits at most 5"),
+        (window, None, release, "reserve is missing"),
+        (window, None, None, "reserve is missing"),
+        (in_flight, Some(1), None, "has no reserve and no on_expire"),
+        (in_flight, None, release, "has no reserve and no on_expire"),
+    ] {
+        let error = set(algorithm, RuleHolds { reserve, ttl: None, on_expire });
+        let error = error.expect_err("invalid");
+        assert!(error.contains(message), "{error}");
+    }
+}
+
+#[test]
 fn algorithm_for_an_unknown_rule_is_an_error_with_the_known_names() {
     let error = |text: &str| {
         let algorithms = BTreeMap::from([("exprot".to_owned(), Algorithm::TokenBucket)]);

@@ -9,15 +9,17 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 use tidegate::{
-    Algorithm, AttributeNames, Cost, Encoding, MAX_KEY_BYTES, MissingKey, Mode, OnStoreFailure,
-    PathRules, Policy, PolicyPart, Quota, QuotaError, ShowKeys, UnknownName,
+    Algorithm, AttributeNames, Encoding, MAX_KEY_BYTES, MissingKey, Mode, OnStoreFailure,
+    PathRules, Policy, PolicyError, PolicyPart, Quota, QuotaError, ShowKeys, UnknownName,
 };
 
-use super::limits::RawLimits;
+use super::cost::RawCost;
+use super::holds::RawHolds;
+use super::limits::{ByValue, Percent};
 use super::schema::{
     add_policy_rules, block_lengths, conditions, exemptions, key_attributes, statuses, texts,
 };
-use crate::yaml::{Bounded, ConfigError, Document, Flag, duration, whole};
+use crate::yaml::{Bounded, ConfigError, Document, Flag, duration};
 
 /// A limit, a burst or a cost.
 pub(super) type Units = Bounded<1, { Quota::MAX_LIMIT }>;
@@ -54,7 +56,8 @@ pub struct RawPolicy {
     /// Treatment of a request without the key: skip (default) or deny.
     #[schemars(with = "Option<MissingKey>")]
     missing_key: Option<Spanned<String>>,
-    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    /// sliding-log (default), sliding-counter, fixed-window, token-bucket, leaky-bucket, or
+    /// concurrency: a limit of units in flight, without a window.
     #[schemars(with = "Option<Algorithm>")]
     algorithm: Option<Spanned<String>>,
     /// For sliding-log: sorted-set (default) or packed; for sliding-counter: hash (default) or
@@ -74,14 +77,18 @@ pub struct RawPolicy {
     #[schemars(with = "Units")]
     limit: Option<Spanned<Units>>,
     /// Instead of `limit`: units per window by the value of an attribute, such as a plan.
-    limits: Option<RawLimits>,
+    limits: Option<ByValue<Units>>,
+    /// Parts of the limit that requests may fill by the value of an attribute, such as a priority:
+    /// the rest is kept for the others. The count is the same for all.
+    lanes: Option<ByValue<Percent>>,
     /// Duration such as 500ms, 60s, 5m, 1h, 30d.
-    #[schemars(with = "String", pattern(duration::PATTERN))]
-    window: Spanned<String>,
+    #[schemars(with = "Option<String>", pattern(duration::PATTERN))]
+    window: Option<Spanned<String>>,
     /// Capacity of a bucket; the limit by default.
     #[schemars(with = "Option<Units>")]
     burst: Option<Spanned<Units>>,
-    /// Units that a request costs: a number, or the value of an attribute.
+    /// Units that a request costs: a number, the value of an attribute, or a reserve that the
+    /// response settles.
     #[schemars(with = "Option<RawCost>")]
     cost: Option<Spanned<RawCost>>,
     /// enforce (default), or shadow: decides and counts, but never denies.
@@ -97,6 +104,9 @@ pub struct RawPolicy {
     /// Returns the units when the response has one of these statuses. Only the gateway and the
     /// Tower layer see responses.
     refund_on: Option<RawRefundOn>,
+    /// How long reservations and units in flight are held.
+    #[schemars(with = "Option<RawHolds>")]
+    hold: Option<Spanned<RawHolds>>,
     /// Other limits for some keys.
     #[serde(default)]
     overrides: Vec<Override>,
@@ -129,7 +139,8 @@ impl RawPolicy {
             None => Algorithm::SlidingLog,
         };
         let name = &raw.name;
-        let quota = |limit| raw.quota(document, algorithm, limit, &raw.window, raw.burst.as_ref());
+        let window = raw.window.as_ref();
+        let quota = |limit| raw.quota(document, algorithm, limit, window, raw.burst.as_ref());
         let limit = match (&raw.limit, &raw.limits) {
             (Some(limit), None) => limit,
             (None, Some(limits)) => &limits.other,
@@ -164,6 +175,13 @@ impl RawPolicy {
             quotas.extend(values.iter().map(|(_, quota)| quota.clone()));
             policy = policy.limits(attribute, values);
         }
+        if let Some(lanes) = &raw.lanes {
+            let attribute =
+                attribute_name(document, attributes, "lanes.attribute", &lanes.attribute)?;
+            let values = lanes.values.iter();
+            let values = values.map(|(value, percent)| (&value.value, percent.value.0));
+            policy = policy.lanes(attribute, values, lanes.other.value.0);
+        }
         if let Some(key) = &raw.key {
             let names = key.value.names(key).into_iter();
             let names = names.map(|name| attribute_name(document, attributes, "key", &name));
@@ -186,7 +204,7 @@ impl RawPolicy {
             policy = policy.refund_on(refund_on.status.value.texts());
         }
         for entry in &raw.overrides {
-            let window = entry.window.as_ref().unwrap_or(&raw.window);
+            let window = entry.window.as_ref().or(window);
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
             let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
             policy = policy.override_for(entry.key.value.texts(), quota.clone());
@@ -195,29 +213,40 @@ impl RawPolicy {
         if let Some(cost) = &raw.cost {
             let max_cost = quotas.iter().map(Quota::burst).max().unwrap_or(1);
             policy = policy.cost(cost.value.to_cost(document, attributes, max_cost)?);
+            if let Some(header) = cost.value.settled_by() {
+                policy = policy.settled_by(&header.value);
+            }
         }
-        policy.build_parts().map_err(|(part, error)| {
-            let message = error.to_string();
-            if let (PolicyPart::RefundOn, Some(refund_on)) = (part, &raw.refund_on) {
-                return document.error_at(&refund_on.status, &message);
+        let error_in =
+            |(part, error): (_, PolicyError)| raw.error_in(document, part, &error.to_string());
+        policy.build_parts().map_err(error_in)
+    }
+
+    /// Returns an error in a part of the policy, with its position in the document.
+    fn error_in(&self, document: &Document<'_>, part: PolicyPart, message: &str) -> ConfigError {
+        let name = &self.name;
+        if let (PolicyPart::RefundOn, Some(refund_on)) = (part, &self.refund_on) {
+            return document.error_at(&refund_on.status, message);
+        }
+        match (part, &self.key, &self.cost) {
+            (PolicyPart::Match(index), ..) => document.error_at(&self.matches.0[index].1, message),
+            (PolicyPart::Unless(index), ..) => document.error_at(&self.unless[index], message),
+            (PolicyPart::Override(index), ..) => {
+                document.error_at(&self.overrides[index].key, message)
             }
-            match (part, &raw.key, &raw.cost) {
-                (PolicyPart::Match(index), ..) => {
-                    document.error_at(&raw.matches.0[index].1, &message)
-                }
-                (PolicyPart::Unless(index), ..) => document.error_at(&raw.unless[index], &message),
-                (PolicyPart::Override(index), ..) => {
-                    document.error_at(&raw.overrides[index].key, &message)
-                }
-                (PolicyPart::Limits, ..) => match &raw.limits {
-                    Some(limits) => document.error_at(&limits.attribute, &message),
-                    None => document.error_at(name, &message),
-                },
-                (PolicyPart::Key, Some(key), _) => document.error_at(key, &message),
-                (PolicyPart::Cost, _, Some(cost)) => document.error_at(cost, &message),
-                _ => document.error_at(name, &message),
+            (PolicyPart::Limits | PolicyPart::Lanes, ..) => {
+                let limits = self.limits.as_ref().map(|limits| &limits.attribute);
+                let lanes = self.lanes.as_ref().map(|lanes| &lanes.attribute);
+                let at = if part == PolicyPart::Limits { limits } else { lanes };
+                document.error_at(at.unwrap_or(name), message)
             }
-        })
+            (PolicyPart::Key, Some(key), _) => document.error_at(key, message),
+            (PolicyPart::Cost, _, Some(cost)) => document.error_at(cost, message),
+            (PolicyPart::SettledBy, _, Some(cost)) => {
+                document.error_at(cost.value.settled_by().unwrap_or(name), message)
+            }
+            _ => document.error_at(name, message),
+        }
     }
 
     /// Builds a quota with the encoding, `count_denied` and `block_for` of this policy.
@@ -226,19 +255,34 @@ impl RawPolicy {
         document: &Document<'_>,
         algorithm: Algorithm,
         limit: &Spanned<Units>,
-        window: &Spanned<String>,
+        window: Option<&Spanned<String>>,
         burst: Option<&Spanned<Units>>,
     ) -> Result<Quota, ConfigError> {
-        let duration =
-            duration::parse(&window.value).map_err(|error| document.error_at(window, &error))?;
-        let mut quota =
-            Quota::new(algorithm, limit.value.get(), duration).map_err(|error| match error {
-                QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
-                    let sum = duration::sum_note(&window.value);
-                    document.error_at(window, &format!("{error}{sum}"))
-                }
-                _ => document.error_at(limit, &error.to_string()),
-            })?;
+        let at_limit = |error: QuotaError| document.error_at(limit, &error.to_string());
+        let units = limit.value.get();
+        let mut quota = match window {
+            None if algorithm == Algorithm::Concurrency => {
+                Quota::concurrency(units).map_err(at_limit)?
+            }
+            None => {
+                let missing = "missing field `window`: the time of the limit, such as 60s";
+                return Err(document.error_at(&self.name, missing));
+            }
+            Some(window) => {
+                let at_window = |error: &str| document.error_at(window, error);
+                let duration = duration::parse(&window.value).map_err(|error| at_window(&error))?;
+                Quota::new(algorithm, units, duration).map_err(|error| match error {
+                    QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
+                        at_window(&format!("{error}{}", duration::sum_note(&window.value)))
+                    }
+                    QuotaError::NoWindow => at_window(&error.to_string()),
+                    _ => at_limit(error),
+                })?
+            }
+        };
+        if let Some(holds) = &self.hold {
+            quota = quota.with_holds(holds.value.terms(document, holds, algorithm)?);
+        }
         if let Some(encoding) = &self.encoding {
             quota = quota
                 .with_encoding(parse_name(document, encoding)?)
@@ -290,7 +334,7 @@ impl Conditions {
 
 /// Returns the normalized name: header names are case-insensitive, and requests have them in lower
 /// case.
-fn attribute_name(
+pub(super) fn attribute_name(
     document: &Document<'_>,
     attributes: &AttributeNames,
     field: &str,
@@ -416,45 +460,6 @@ impl Default for OneOrMany {
     }
 }
 
-/// A number, or the attribute that has the number.
-#[derive(Debug, JsonSchema)]
-#[schemars(untagged, rename = "Cost")]
-enum RawCost {
-    Fixed(#[schemars(with = "Units")] u64),
-    Attribute(CostAttribute),
-}
-
-impl RawCost {
-    /// Builds the cost of a policy with these quotas.
-    fn to_cost(
-        &self,
-        document: &Document<'_>,
-        attributes: &AttributeNames,
-        max_cost: u64,
-    ) -> Result<Cost, ConfigError> {
-        Ok(match self {
-            Self::Fixed(units) => Cost::Fixed(*units),
-            Self::Attribute(cost) => Cost::Attribute {
-                name: attribute_name(document, attributes, "cost.attribute", &cost.attribute)?,
-                default: cost.default.map_or(1, Units::get),
-                max: cost.max.map_or(max_cost, Units::get),
-            },
-        })
-    }
-}
-
-#[derive(Debug, serde::Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-struct CostAttribute {
-    /// Attribute, named as in `match`.
-    #[schemars(with = "String", length(min = 1))]
-    attribute: Spanned<String>,
-    /// Cost if the attribute is absent or not a whole number; 1 by default.
-    default: Option<Units>,
-    /// Maximum cost; the limit or burst of the key applies too.
-    max: Option<Units>,
-}
-
 impl<'de> Deserialize<'de> for OneOrMany {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct TextsVisitor;
@@ -542,39 +547,5 @@ impl<'de> Deserialize<'de> for Conditions {
             }
         }
         deserializer.deserialize_map(FieldsVisitor)
-    }
-}
-
-impl<'de> Deserialize<'de> for RawCost {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct CostVisitor;
-        impl<'de> Visitor<'de> for CostVisitor {
-            type Value = RawCost;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a cost: a whole number, or {attribute: NAME, default: 1, max: 50}")
-            }
-
-            fn visit_u64<E: de::Error>(self, units: u64) -> Result<RawCost, E> {
-                Ok(RawCost::Fixed(units))
-            }
-
-            fn visit_i64<E: de::Error>(self, units: i64) -> Result<RawCost, E> {
-                u64::try_from(units)
-                    .map(RawCost::Fixed)
-                    .map_err(|_| E::custom("a cost is at least 1"))
-            }
-
-            fn visit_f64<E: de::Error>(self, units: f64) -> Result<RawCost, E> {
-                let found = de::Unexpected::Float(units);
-                whole(units).map(RawCost::Fixed).ok_or_else(|| E::invalid_type(found, &self))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<RawCost, A::Error> {
-                CostAttribute::deserialize(de::value::MapAccessDeserializer::new(map))
-                    .map(RawCost::Attribute)
-            }
-        }
-        deserializer.deserialize_any(CostVisitor)
     }
 }

@@ -35,6 +35,11 @@ pub(crate) fn statuses(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"anyOf": [status, {"type": "array", "items": status, "minItems": 1}]})
 }
 
+/// Returns the schema of the name of a header.
+pub(crate) fn header_name(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": TEXT_TYPES, "pattern": "^[-!#$%&'*+.^_`|~0-9A-Za-z]+$"})
+}
+
 /// Returns the schema of the attributes of a key.
 pub(crate) fn key_attributes(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": ["string", "array"], "items": {"type": TEXT_TYPES}})
@@ -81,6 +86,10 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
         }
         fields
     };
+    let with_fields = |mut fields: Map<String, Value>, others: Value| {
+        fields.extend(others.as_object().cloned().unwrap_or_default());
+        fields
+    };
     let absent = || json!({"type": "null"});
     let others = Algorithm::ALL.into_iter().filter(|name| *name != Algorithm::SlidingLog);
     let others: Vec<&str> = others.map(Algorithm::as_str).collect();
@@ -90,7 +99,20 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
     let except = |encoding: Encoding| json!({"not": {"enum": [encoding.as_str()]}});
     let buckets = [Algorithm::TokenBucket.as_str(), Algorithm::LeakyBucket.as_str()];
     let is_one_of = |field: &str, names: &[&str]| json!({"properties": {field: {"enum": names}}, "required": [field]});
+    let concurrency = [Algorithm::Concurrency.as_str()];
+    let of_hold = json!({"properties": {"on_expire": {"not": {"const": "charge"}}}});
     let rules = json!([
+        {
+            "if": is_one_of("algorithm", &concurrency),
+            "then": {"properties": with_fields(
+                with_limits(json!({
+                    "limit": {"maximum": Quota::MAX_CONCURRENCY},
+                    "window": absent()
+                })),
+                json!({"block_for": absent(), "hold": of_hold})
+            )},
+            "else": {"properties": {"window": {"type": "string"}}, "required": ["window"]}
+        },
         {
             "if": is_one_of("algorithm", &others),
             "then": {"properties": {"count_denied": absent()}},
@@ -98,6 +120,10 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
         },
         {
             "if": {"properties": {"count_denied": {"const": true}}, "required": ["count_denied"]},
+            "then": {"properties": {"block_for": absent(), "lanes": absent()}}
+        },
+        {
+            "if": {"properties": {"lanes": {"type": "object"}}, "required": ["lanes"]},
             "then": {"properties": {"block_for": absent()}}
         },
         {

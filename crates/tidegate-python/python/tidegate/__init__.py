@@ -7,6 +7,7 @@
     (True, 99)
 """
 
+from ._holds import Denied, Permit, Reservation
 from ._limiter import Limiter, PolicyLimiter
 from ._tidegate import (
     ClientIp,
@@ -23,11 +24,14 @@ __all__ = [
     "ClientIp",
     "Decision",
     "Decisions",
+    "Denied",
     "Limiter",
     "ManualClock",
+    "Permit",
     "Policies",
     "PolicyLimiter",
     "Quota",
+    "Reservation",
     "StoreError",
     "__version__",
 ]

@@ -30,6 +30,7 @@ UNKNOWN_ADDRESS = (
     "the limit counts by the client's address, which is unknown: this is a test client, or the "
     'server listens on a Unix socket; trust its proxy, ClientIp(["127.0.0.1"]), or set a key function'
 )
+IN_FLIGHT = "units in flight need the hold of a limiter: use it where the work is done"
 # Characters of a path that need no percent code.
 SAFE = "/!$&'()*+,;=:@~"
 _log = logging.getLogger("tidegate")
@@ -124,11 +125,15 @@ class Rule:
         if isinstance(limit, Policies):
             if (key, policy, cost, on_store_failure, refund_on) != (None, None, 1, None, ()):
                 raise ValueError("with policies, set only attributes here, the rest in the file")
+            if limit.in_flight:
+                raise ValueError(f"policy {limit.in_flight[0]!r}: {IN_FLIGHT}")
             return
         if attributes is not None:
             raise ValueError("attributes are for policies: a rate has a key")
         limits = [limit] if isinstance(limit, (str, Quota)) else limit
         self._quotas = [Quota(limit) if isinstance(limit, str) else limit for limit in limits]
+        if any(quota.window is None for quota in self._quotas):
+            raise ValueError(IN_FLIGHT)
         charges = self._charges("any key", "")
         if not charges:
             raise ValueError('the limit has no rate: write it like "100/minute"')
@@ -270,8 +275,9 @@ def _denied(decisions: Decisions, headers: Mapping[str, str]) -> Response:
         detail = f"the request lacks {lacks}, by which policy {name} counts: send it"
     else:
         wait = max(1, -(-retry_after_ms // 1000))
-        limit, window = denied_by.quota.limit, math.ceil(denied_by.quota.window)
-        detail = f"policy {name} allows {limit} in {window} s: try again in {wait} s"
+        limit, window = denied_by.quota.limit, denied_by.quota.window
+        what = "in flight" if window is None else f"in {math.ceil(window)} s"
+        detail = f"policy {name} allows {limit} {what}: try again in {wait} s"
     if decisions.exceeded:
         more |= {"violated-policies": decisions.exceeded}
         more |= {"type": QUOTA_EXCEEDED, "title": "Quota Exceeded"}

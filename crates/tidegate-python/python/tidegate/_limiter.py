@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import _tidegate
-from ._tidegate import Decision, Decisions, Quota
+from ._holds import Permit, Reservation
+from ._tidegate import Decision, Decisions, Hold, Quota
 
 if TYPE_CHECKING:
     from ._aio import AsyncLimiter, AsyncPolicyLimiter
@@ -20,6 +21,22 @@ Charge = (
 Request = tuple[
     str, bytes, Sequence[tuple[bytes, bytes]], str | None, Mapping[str, str] | None
 ]
+
+
+# Seconds for which an id is remembered.
+ID_TTL = 600.0
+
+
+def to_hold(id: str | None, id_ttl: float) -> Hold | None:
+    """Returns the hold of an acquire that is charged once, if it has an id."""
+    return None if id is None else Hold(id, id_ttl=id_ttl)
+
+
+def to_refund(id: str | None, charged_at: float | None) -> Hold | None:
+    """Returns the hold of an acquire to refund. Without an id, its time is needed."""
+    if id is None and charged_at is None:
+        raise ValueError("a refund needs the id of its charge, or charged_at")
+    return None if id is None else Hold(id)
 
 
 class Limiter(_tidegate.Limiter):
@@ -53,7 +70,7 @@ class Limiter(_tidegate.Limiter):
         on_store_failure: str | None = None,
     ) -> Decision:
         """Returns the decision of an acquire, without taking units."""
-        return self._decide("peek", key, quota, cost, policy, on_store_failure, None)
+        return self._decide("peek", key, quota, cost, policy, on_store_failure, None, None)
 
     def report(
         self,
@@ -65,7 +82,7 @@ class Limiter(_tidegate.Limiter):
         on_store_failure: str | None = None,
     ) -> Decision:
         """Records units that were used already, even beyond the limit."""
-        return self._decide("report", key, quota, cost, policy, on_store_failure, None)
+        return self._decide("report", key, quota, cost, policy, on_store_failure, None, None)
 
     def refund(
         self,
@@ -73,17 +90,71 @@ class Limiter(_tidegate.Limiter):
         quota: Quota,
         cost: int = 1,
         *,
-        charged_at: float,
+        id: str | None = None,
+        charged_at: float | None = None,
         policy: str | None = None,
         on_store_failure: str | None = None,
     ) -> Decision:
-        """Returns the units of an earlier charge, if they still count. ``charged_at`` is
-        ``limiter.now()``, read just before the acquire."""
-        return self._decide("refund", key, quota, cost, policy, on_store_failure, charged_at)
+        """Returns the units of an earlier charge: with the ``id`` of the acquire exactly those,
+        once. Without an id ``charged_at`` is ``limiter.now()``, read just before the acquire, and
+        units return that still count."""
+        hold, failure = to_refund(id, charged_at), on_store_failure
+        return self._decide("refund", key, quota, cost, policy, failure, charged_at, hold)
 
     def reset(self, key: str, quota: Quota, *, policy: str | None = None) -> None:
         """Deletes the count of a key."""
-        self._decide("reset", key, quota, 1, policy, None, None)
+        self._decide("reset", key, quota, 1, policy, None, None, None)
+
+    def reserve(
+        self,
+        key: str,
+        quota: Quota,
+        cost: int = 1,
+        *,
+        ttl: float | None = None,
+        id: str | None = None,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Reservation[Decision]:
+        """Takes units, to settle later how many were used. The reservation ends after ``ttl``
+        seconds, at most the quota's ``hold_max_ttl``. The same ``id`` again gets the same answer."""
+        hold, failure = Hold(id, ttl=ttl), on_store_failure
+
+        def commit(actual: int) -> Decision:
+            return self._decide("commit", key, quota, actual, policy, failure, None, hold)
+
+        decision = self._decide("acquire", key, quota, cost, policy, failure, None, hold)
+        return Reservation(decision, hold.id, commit)
+
+    def commit(
+        self,
+        id: str,
+        key: str,
+        quota: Quota,
+        actual: int,
+        *,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Decision:
+        """Settles the reservation with this id, perhaps of another process. If the id is unknown
+        or has ended, the units are reported."""
+        hold, failure = Hold(id), on_store_failure
+        return self._decide("commit", key, quota, actual, policy, failure, None, hold)
+
+    def hold(
+        self,
+        key: str,
+        quota: Quota,
+        cost: int = 1,
+        *,
+        policy: str | None = None,
+        on_store_failure: str | None = None,
+    ) -> Permit[Decision]:
+        """Takes units until the permit is released, at most for the quota's ``hold_max_ttl``. Its
+        lease of ten seconds is renewed, and ends with the process."""
+        charge = (key, quota, cost, quota.policy if policy is None else policy)
+        held = self._hold([charge], on_store_failure, Hold.lease())
+        return Permit(held, held.decisions[0])
 
     def wait(
         self,
@@ -100,11 +171,17 @@ class Limiter(_tidegate.Limiter):
         return self._wait(key, quota, timeout, cost, policy, on_store_failure).block()
 
     def acquire_all(
-        self, charges: Sequence[Charge], *, on_store_failure: str | None = None
+        self,
+        charges: Sequence[Charge],
+        *,
+        on_store_failure: str | None = None,
+        id: str | None = None,
+        id_ttl: float = ID_TTL,
     ) -> Decisions:
         """Decides several charges together, all or nothing: if one is denied, no units are taken.
-        A charge is ``(key, quota)``, ``(key, quota, cost)`` or ``(key, quota, cost, policy)``."""
-        return self._decide_all("acquire", charges, on_store_failure)
+        A charge is ``(key, quota)``, ``(key, quota, cost)`` or ``(key, quota, cost, policy)``. With
+        an ``id``, a retry is not charged again for ``id_ttl`` seconds."""
+        return self._decide_all("acquire", charges, on_store_failure, to_hold(id, id_ttl))
 
     def refund_all(self, decisions: Decisions, *, status: int | None = None) -> None:
         """Returns the units of a request that failed; with the status of its response, those of
@@ -125,14 +202,51 @@ class PolicyLimiter(_tidegate.PolicyLimiter):
 
         return AsyncPolicyLimiter(self)
 
-    def acquire(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:
+    def acquire(
+        self,
+        attributes: Mapping[str, str],
+        *,
+        cost: int | None = None,
+        id: str | None = None,
+        id_ttl: float = ID_TTL,
+    ) -> Decisions:
         """Decides a request with these attributes, such as ``path``, ``ip`` or
-        ``header.x-user-id``, and takes the units of every limit if it is allowed."""
-        return self._decide("acquire", dict(attributes), cost)
+        ``header.x-user-id``, and takes the units of every limit if it is allowed. With an ``id``, a
+        retry is not charged again for ``id_ttl`` seconds."""
+        return self._decide("acquire", dict(attributes), cost, to_hold(id, id_ttl))
+
+    def reserve(
+        self,
+        attributes: Mapping[str, str],
+        *,
+        cost: int | None = None,
+        ttl: float | None = None,
+        id: str | None = None,
+    ) -> Reservation[Decisions]:
+        """Takes the units of every limit, to settle later how many were used; see
+        ``Limiter.reserve``."""
+        hold, read = Hold(id, ttl=ttl), dict(attributes)
+
+        def commit(actual: int) -> Decisions:
+            return self._decide("commit", read, actual, hold)
+
+        return Reservation(self._decide("acquire", read, cost, hold), hold.id, commit)
+
+    def commit(self, id: str, attributes: Mapping[str, str], actual: int) -> Decisions:
+        """Settles the reservation with this id and these attributes; see ``Limiter.commit``."""
+        return self._decide("commit", dict(attributes), actual, Hold(id))
+
+    def hold(
+        self, attributes: Mapping[str, str], *, cost: int | None = None
+    ) -> Permit[Decisions]:
+        """Takes the units of every limit. Those in flight are renewed until the permit is released
+        or the process ends, and then end after the ``ttl`` of their policy."""
+        held = self._hold(dict(attributes), cost)
+        return Permit(held, held.decisions)
 
     def peek(self, attributes: Mapping[str, str], *, cost: int | None = None) -> Decisions:
         """Returns the decisions of an acquire, without taking units."""
-        return self._decide("peek", dict(attributes), cost)
+        return self._decide("peek", dict(attributes), cost, None)
 
     def acquire_request(self, request: Request) -> Decisions:
         """Decides an HTTP request."""

@@ -8,6 +8,8 @@ __all__ = [
     "Completions",
     "Decision",
     "Decisions",
+    "Held",
+    "Hold",
     "Limiter",
     "ManualClock",
     "Policies",
@@ -19,8 +21,9 @@ __all__ = [
 ]
 
 _Algorithm = Literal[
-    "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"
+    "sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket", "concurrency"
 ]
+_HoldStatus = Literal["held", "replayed", "settled", "ended", "unknown", "pending"]
 
 class StoreError(Exception): ...
 
@@ -37,11 +40,22 @@ class Quota:
         encoding: str | None = None,
         count_denied: bool = False,
         block_for: Sequence[float] | None = None,
+        hold_ttl: float | None = None,
+        hold_max_ttl: float | None = None,
+        on_expire: str = "charge",
     ) -> Quota: ...
+    @staticmethod
+    def concurrency(
+        limit: int, *, hold_ttl: float | None = None, hold_max_ttl: float | None = None
+    ) -> Quota:
+        """A limit of the units in flight, which count until they are released."""
+
     @property
     def limit(self) -> int: ...
     @property
-    def window(self) -> float: ...
+    def window(self) -> float | None:
+        """The window in seconds; None for units in flight, which have none."""
+
     @property
     def burst(self) -> int: ...
     @property
@@ -72,6 +86,14 @@ class Decision:
     @property
     def delay(self) -> float:
         """How long an admitted request has to wait in the queue of a leaky-bucket."""
+
+    @property
+    def hold_status(self) -> _HoldStatus | None:
+        """What became of the hold of a reservation, a commit, or an acquire with an id."""
+
+    @property
+    def expires_after(self) -> float:
+        """Time until the units are no longer held; 0 if they are not."""
 
     @property
     def source(self) -> Literal["store", "deny-cache", "local", "allow", "deny", "missing-key"]: ...
@@ -106,6 +128,14 @@ class Decisions:
     def missing_key(self) -> str | None:
         """The attribute that the request lacks, if it is denied because of that."""
 
+    @property
+    def hold_id(self) -> str | None:
+        """The id of what the request holds; a random one if a limit of units in flight needs it."""
+
+    @property
+    def hold_status(self) -> _HoldStatus | None: ...
+    @property
+    def expires_after(self) -> float: ...
     @property
     def delay(self) -> float: ...
     def headers(self, *, x_ratelimit_headers: bool = True) -> dict[str, str]: ...
@@ -148,6 +178,9 @@ class Policies:
     def parse(text: str, name: str = "policies") -> Policies: ...
     @property
     def names(self) -> list[str]: ...
+    @property
+    def in_flight(self) -> list[str]:
+        """Names of the policies that limit what is in flight."""
 
 class Limiter:
     def __new__(
@@ -174,7 +207,12 @@ class Limiter:
         *,
         policy: str | None = None,
         on_store_failure: str | None = None,
-    ) -> Decision: ...
+        id: str | None = None,
+        id_ttl: float = 600.0,
+    ) -> Decision:
+        """Takes units of the quota for this key, or denies. With an `id`, a retry is not charged
+        again for `id_ttl` seconds."""
+
     def allow(self, key: str, quota: Quota, cost: int = 1) -> bool:
         """Takes units as `acquire` does, and returns only whether the request may pass: the
         cheapest call in memory."""
@@ -191,6 +229,7 @@ class Limiter:
         policy: str | None,
         on_store_failure: str | None,
         charged_at: float | None,
+        hold: Hold | None,
     ) -> Decision: ...
     def _start(
         self,
@@ -203,6 +242,7 @@ class Limiter:
         policy: str | None,
         on_store_failure: str | None,
         charged_at: float | None,
+        hold: Hold | None,
     ) -> bool: ...
     def _wait(
         self,
@@ -214,7 +254,11 @@ class Limiter:
         on_store_failure: str | None,
     ) -> Wait: ...
     def _decide_all(
-        self, action: str, charges: Sequence[Any], on_store_failure: str | None
+        self,
+        action: str,
+        charges: Sequence[Any],
+        on_store_failure: str | None,
+        hold: Hold | None,
     ) -> Decisions: ...
     def _start_all(
         self,
@@ -223,6 +267,18 @@ class Limiter:
         action: str,
         charges: Sequence[Any],
         on_store_failure: str | None,
+        hold: Hold | None,
+    ) -> bool: ...
+    def _hold(
+        self, charges: Sequence[Any], on_store_failure: str | None, hold: Hold
+    ) -> Held: ...
+    def _start_hold(
+        self,
+        completions: Completions,
+        future: Any,
+        charges: Sequence[Any],
+        on_store_failure: str | None,
+        hold: Hold,
     ) -> bool: ...
     def _refund_all(self, decisions: Decisions, status: int | None) -> None: ...
     def _start_refund_all(
@@ -240,7 +296,7 @@ class PolicyLimiter:
     @property
     def limiter(self) -> Any: ...
     def _decide(
-        self, action: str, attributes: Mapping[str, str], cost: int | None
+        self, action: str, attributes: Mapping[str, str], cost: int | None, hold: Hold | None
     ) -> Decisions: ...
     def _start(
         self,
@@ -249,9 +305,35 @@ class PolicyLimiter:
         action: str,
         attributes: Mapping[str, str],
         cost: int | None,
+        hold: Hold | None,
+    ) -> bool: ...
+    def _hold(self, attributes: Mapping[str, str], cost: int | None) -> Held: ...
+    def _start_hold(
+        self,
+        completions: Completions,
+        future: Any,
+        attributes: Mapping[str, str],
+        cost: int | None,
     ) -> bool: ...
     def _acquire_request(self, request: Any) -> Decisions: ...
     def _start_request(self, completions: Completions, future: Any, request: Any) -> bool: ...
+
+@final
+class Hold:
+    def __new__(
+        cls, id: str | None = None, *, ttl: float | None = None, id_ttl: float | None = None
+    ) -> Hold: ...
+    @staticmethod
+    def lease() -> Hold: ...
+    @property
+    def id(self) -> str: ...
+
+@final
+class Held:
+    @property
+    def decisions(self) -> Decisions: ...
+    def release(self) -> None: ...
+    def _start_release(self, completions: Completions, future: Any) -> bool: ...
 
 @final
 class Wait:

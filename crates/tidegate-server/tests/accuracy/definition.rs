@@ -26,6 +26,7 @@ impl Count {
                 Self::Windows { number: 0, current: 0, previous: 0 }
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => Self::Bucket { level: 0, at: 0 },
+            Algorithm::Concurrency => unreachable!("not a rate"),
         }
     }
 

@@ -330,6 +330,32 @@ describe('dashboard', {concurrency: true}, () => {
     }
   });
 
+  test('units in flight are shown with the ends of their holds', options, async () => {
+    const policy = '{name: exports, algorithm: concurrency, limit: 2, hold: {ttl: 1h}}';
+    const limited = await new Tidegate(`policies: [${policy}]`).start();
+    try {
+      const query = {policy: 'exports', key: 'ann'};
+      const page = await open(browser, `${limited.url}#lookup=ann`);
+      await byPolicy(page, 'exports').getByText('2 in flight').waitFor();
+      const ends = /2 in flight.*first ends in (1 h|\d+ min).*last ends in/;
+      const released = /when one is released, at the latest in (1 h|\d+ min)/;
+      for (const [units, next] of [[1, /now/], [2, released]]) {
+        assert.equal((await limited.post('/v1/acquire', query)).status, 200);
+        await page.fill('#lookup-key', 'ann');
+        await page.keyboard.press('Enter');
+        const row = page.locator('#lookup-results tbody tr', {hasText: `${units} of 2 in flight`});
+        await row.waitFor();
+        assert.match(await row.textContent(), ends);
+        assert.match(await row.textContent(), next);
+      }
+      await screenshot(page, 'in-flight');
+      assert.deepEqual(await accessibilityFindings(page), []);
+      await close(page);
+    } finally {
+      await limited.remove();
+    }
+  });
+
   test('token is asked for, kept in the tab, and forgotten', options, async () => {
     const hashed = '{name: per-key, key: [header.x-api-key], limit: 2, window: 1h}';
     const config = `auth: {admin_token: open-sesame}\n${POLICIES}  - ${hashed}\n`;

@@ -1,6 +1,6 @@
 //! All front doors decide the same: each case is sent through the HTTP API, forward-auth, the gateway,
 //! Envoy's service and the Tower layer, and must have the same key, decision, headers, metrics and
-//! span everywhere.
+//! span everywhere. Those that know ids also answer the same about reservations.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -11,7 +11,11 @@ mod collector;
 mod cases;
 mod door;
 mod envoy;
+mod holds;
 mod http;
+#[path = "../resp/client.rs"]
+#[allow(dead_code, reason = "the tests of the protocol use more of it")]
+mod resp;
 mod tower_layer;
 
 use cases::{Case, cases};

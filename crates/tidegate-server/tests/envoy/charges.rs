@@ -18,7 +18,7 @@ descriptors:
   - {key: soft-shut, quota_mode: true, rate_limit: {unit: year, requests_per_unit: 0}}
 ";
 
-fn hits(descriptor: RateLimitDescriptor, hits: u64) -> RateLimitDescriptor {
+pub(super) fn hits(descriptor: RateLimitDescriptor, hits: u64) -> RateLimitDescriptor {
     RateLimitDescriptor { hits_addend: Some(hits), ..descriptor }
 }
 
@@ -34,11 +34,19 @@ async fn on_memory_and_on_redis(check: impl AsyncFn(Client)) {
 }
 
 async fn on_memory_and_on_redis_with(rules: &str, check: impl AsyncFn(Client)) {
-    let (_service, client) = start_on(FILES, rules).await;
+    on_memory_and_on_redis_as(FILES, rules, check).await;
+}
+
+pub(super) async fn on_memory_and_on_redis_as(
+    config: &str,
+    rules: &str,
+    check: impl AsyncFn(Client),
+) {
+    let (_service, client) = start_on(config, rules).await;
     check(client).await;
     let redis = Redis::start();
     let (_service, client) =
-        start_on(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url()), rules).await;
+        start_on(&format!("store: {{redis: '{}'}}\n{config}", redis.url()), rules).await;
     check(client).await;
     redis.assert_every_key_expires();
 }

@@ -9,6 +9,8 @@ mod charges;
 mod failures;
 /// Rules in several files, folders and patterns.
 mod files;
+/// Units that requests hold until they end.
+mod holds;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
 /// Calls that cannot be decided.

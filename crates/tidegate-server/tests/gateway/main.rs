@@ -23,6 +23,8 @@ mod fuzz;
 mod get_bodies;
 /// HTTP/2 streams: early responses and stalled clients.
 mod http2;
+/// Requests in flight, and costs that the response settles.
+mod in_flight;
 /// Large bodies, many requests, killed upstreams.
 mod load;
 /// Informational responses, trailers and many headers.

@@ -14,15 +14,15 @@ const SECOND: Duration = Duration::from_secs(1);
 
 /// Door of the upstream: requests to `/slow` wait until it is open.
 #[derive(Clone, Default)]
-struct Door(Arc<(Mutex<bool>, Condvar)>);
+pub(crate) struct Door(Arc<(Mutex<bool>, Condvar)>);
 
 impl Door {
-    fn open(&self) {
+    pub(crate) fn open(&self) {
         *self.0.0.lock().expect("no panic") = true;
         self.0.1.notify_all();
     }
 
-    fn pass(&self) {
+    pub(crate) fn pass(&self) {
         let closed = self.0.0.lock().expect("no panic");
         let passed = self.0.1.wait_timeout_while(closed, TEST_TIMEOUT, |open| !*open);
         assert!(!passed.expect("no panic").1.timed_out(), "the door stays closed");

@@ -10,7 +10,7 @@ use crate::{PAGES, root};
 const SHOWN: [&str; 3] = ["text", "json", "mermaid"];
 
 /// Blocks of a page in a language, and the test that reads them.
-const TESTED_ELSEWHERE: [(&str, &str, &str); 16] = [
+const TESTED_ELSEWHERE: [(&str, &str, &str); 17] = [
     ("README.md", "python", "crates/tidegate-python/tests/test_docs.py"),
     ("README.md", "rust", "crates/tidegate/tests/fresh_project.rs"),
     ("README.md", "toml", "crates/tidegate/tests/fresh_project.rs"),
@@ -19,6 +19,7 @@ const TESTED_ELSEWHERE: [(&str, &str, &str); 16] = [
     ("docs/configuration.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
     ("docs/proxies.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
     ("docs/gateway.md", "yaml", "crates/tidegate-config/src/config/tests.rs"),
+    ("docs/holds.md", "rust", "crates/tidegate/src/lib.rs"),
     ("docs/library.md", "rust", "crates/tidegate/src/lib.rs"),
     ("docs/migrating.md", "rust", "crates/tidegate/src/lib.rs"),
     ("crates/tidegate-python/README.md", "python", "crates/tidegate-python/tests/test_docs.py"),

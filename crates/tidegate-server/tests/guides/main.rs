@@ -24,7 +24,7 @@ struct Page {
     before: &'static str,
 }
 
-const PAGES: [Page; 19] = [
+const PAGES: [Page; 20] = [
     page("README.md", 3, REDIS),
     page("docs/getting-started.md", 20, ""),
     page("docs/install.md", 3, SERVICE),
@@ -32,8 +32,9 @@ const PAGES: [Page; 19] = [
     page("docs/http-api.md", 20, ""),
     page("docs/redis-clients.md", 2, ""),
     page("docs/python.md", 4, ""),
+    page("docs/holds.md", 14, ""),
     page("docs/monitoring.md", 3, SERVICE),
-    page("docs/gateway.md", 7, ""),
+    page("docs/gateway.md", 11, ""),
     page("docs/proxies.md", 8, ""),
     page("docs/migrating.md", 7, ""),
     page("docs/configuration.md", 1, ""),

@@ -5,8 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::root;
 use crate::support::{Redis, Service, request};
 
-const CONFIG: &str =
-    "policies: [{name: per-user, key: [header.x-user-id], limit: 10, window: 60s}]";
+const CONFIG: &str = "policies:
+  - {name: per-user, key: [header.x-user-id], limit: 10, window: 60s}
+  - {name: exports, key: [header.x-user-id], algorithm: concurrency, limit: 5}
+";
 
 /// Returns the metrics of an output of Prometheus's text format, each with its labels. Those that
 /// have a description but no series yet have no labels.
@@ -68,8 +70,10 @@ fn the_reference_has_exactly_the_metrics_of_the_service() {
     for (number, service) in services.iter().enumerate() {
         // A request creates the series of its status code and of its node.
         if number < 2 {
-            let query = r#"{"policy": "per-user", "key": "a"}"#;
-            assert_eq!(service.post("/v1/acquire", query).status, 200);
+            for policy in ["per-user", "exports"] {
+                let query = format!(r#"{{"policy": "{policy}", "key": "a"}}"#);
+                assert_eq!(service.post("/v1/acquire", &query).status, 200);
+            }
         } else {
             assert_eq!(request(&service.http, "GET", "/", &[], b"").status, 502);
         }

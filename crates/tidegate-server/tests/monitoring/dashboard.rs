@@ -144,7 +144,8 @@ fn every_query_of_the_dashboard_returns_data_of_a_service_under_load() {
     let config = format!(
         "store: {{redis: '{}', timeout: 5s}}\npolicies:\n  \
          - {{name: per-user, key: [header.x-user-id], limit: 5, window: 1h}}\n  \
-         - {{name: trial, limit: 1000000, window: 1h, mode: shadow}}\n",
+         - {{name: trial, limit: 1000000, window: 1h, mode: shadow}}\n  \
+         - {{name: exports, algorithm: concurrency, limit: 1000, hold: {{ttl: 1s}}}}\n",
         redis.url()
     );
     let service = Service::start(&config);
@@ -159,6 +160,7 @@ fn every_query_of_the_dashboard_returns_data_of_a_service_under_load() {
         Load::start(&service.http, "per-user", 50, 20),
         // Its requests are allowed, so they reach Redis; denials are answered by the deny cache.
         Load::start(&service.http, "trial", 50, 20),
+        Load::start(&service.http, "exports", 50, 20),
         Load::start(&gateway.http, "trial", 50, 20),
     ];
     let queries = queries(&dashboard());

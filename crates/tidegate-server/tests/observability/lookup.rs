@@ -65,6 +65,37 @@ fn denied_key_is_found_in_every_policy_with_the_reason_and_can_be_reset() {
     }
 }
 
+#[test]
+fn units_in_flight_are_shown_with_the_ends_of_their_holds() {
+    const CONFIG: &str = "policies:
+  - {name: exports, key: header.x-user-id, algorithm: concurrency, limit: 2, hold: {ttl: 60s}}
+";
+    let redis = Redis::start();
+    for store in [String::new(), format!("store: {{redis: '{}'}}\n", redis.url())] {
+        let service = Service::start(&format!("{store}{CONFIG}"));
+        let found = lookup(&service, "key=ann");
+        let free = result(&found, "exports");
+        assert_eq!((&free["window_ms"], &free["remaining"]), (&Value::Null, &json!(2)), "{free}");
+        assert_eq!(free["in_flight"], json!({"units": 0, "first_end_ms": null}), "{free}");
+        assert_eq!((&found["found"], &free["reset_after_ms"]), (&json!(false), &json!(0)));
+        for (units, allowed) in [(1, true), (2, false)] {
+            assert_eq!(acquire(&service, &[("header.x-user-id", "ann")]), 200);
+            let found = lookup(&service, "key=ann");
+            let state = result(&found, "exports");
+            assert_eq!(state["in_flight"]["units"], units, "{state}");
+            assert_eq!((&state["allowed"], &found["found"]), (&json!(allowed), &json!(true)));
+            let first = number(&state["in_flight"], "first_end_ms");
+            let last = number(state, "reset_after_ms");
+            assert!((1..=last).contains(&first) && last <= 60_000, "{state}");
+            let reason = state["reason"].as_str().expect("a sentence");
+            assert!(reason.starts_with(&format!("{units} of 2 units are in flight")), "{reason}");
+            assert_eq!(reason.contains("when one is released, at the latest in"), !allowed);
+        }
+        let policies = service.admin("/v1/policies").json();
+        assert_eq!(policies[0]["window_ms"], Value::Null, "{policies}");
+    }
+}
+
 /// A policy without `key` counts all requests together, unless a caller of the API names a key.
 #[test]
 fn named_key_of_a_policy_without_a_key_is_found() {

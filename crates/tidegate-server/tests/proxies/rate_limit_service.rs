@@ -1,4 +1,6 @@
 use std::fs;
+use std::io::Write as _;
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use crate::app::App;
@@ -302,6 +304,68 @@ fn bytes_reported_by_envoy_exhaust_a_budget() {
     assert_eq!(download(&envoy, "bronze").status, 200, "another key has its own budget");
 }
 
+/// Returns what is left of a rule for the key `silver`.
+fn left(tidegate: &Service, rule: &str) -> u64 {
+    let found = tidegate.admin(&format!("/v1/lookup?key=silver&policy={rule}")).json();
+    found["results"][0]["remaining"].as_u64().expect("a number")
+}
+
+/// Envoy says when a request has ended, also that of a client that has gone, and of one that was
+/// denied.
+#[test]
+fn envoy_limits_requests_in_flight() {
+    let (app, tidegate) = (App::start(), tidegate(""));
+    let mut envoy = start(&ENVOY, &app, &tidegate);
+    let address = envoy.address;
+    let report = move |client: u8| {
+        // An id of the client has no effect.
+        let headers = [("X-Api-Key", "silver"), ("X-Hold-Id", "mine"), ("X-Request-Id", "mine")];
+        Client(client).get(address, "/reports", &headers)
+    };
+    app.delay_reports(true);
+    let in_flight: Vec<_> =
+        [80, 81].map(|client| std::thread::spawn(move || report(client).status)).into();
+    envoy.wait_until("two are in flight", |_| app.requests("/reports").len() == 2);
+    for client in 82..87 {
+        let denied = report(client);
+        assert_eq!(retry_after(&denied), 1);
+        assert_eq!(denied.header("x-ratelimit-limit"), Some("2"), "it has no window");
+    }
+    let other = move || Client(87).get(address, "/reports", &[("X-Api-Key", "bronze")]).status;
+    let other = std::thread::spawn(other);
+    envoy.wait_until("another key is not affected", |_| app.requests("/reports").len() == 3);
+    app.delay_reports(false);
+    let statuses = in_flight.into_iter().chain([other]).map(|it| it.join().expect("no panic"));
+    assert_eq!(statuses.collect::<Vec<_>>(), [200; 3]);
+    envoy.wait_until("both have ended", |_| left(&tidegate, "edge.report") == 2);
+
+    app.delay_reports(true);
+    let mut gone = TcpStream::connect(address).expect("Envoy listens");
+    let head = b"GET /reports HTTP/1.1\r\nHost: x\r\nX-Api-Key: silver\r\n\r\n";
+    gone.write_all(head).expect("sent");
+    envoy.wait_until("the request is in flight", |_| left(&tidegate, "edge.report") == 1);
+    drop(gone);
+    envoy.wait_until("the client has gone", |_| left(&tidegate, "edge.report") == 2);
+}
+
+/// The application says how many tokens each request used; one that says nothing stays charged.
+#[test]
+fn envoy_settles_the_tokens_of_a_request() {
+    let (app, tidegate) = (App::start(), tidegate(""));
+    let mut envoy = start(&ENVOY, &app, &tidegate);
+    for (path, expected) in [
+        ("/chat/700", 99_300),
+        ("/chat/0", 99_300),
+        ("/chat/3000", 96_300),
+        ("/chat", 94_300),
+        ("/chat/10", 94_290),
+    ] {
+        let response = Client(90).get(envoy.address, path, &[("X-Api-Key", "silver")]);
+        assert_eq!(response.status, 200, "{path}");
+        envoy.wait_until(path, |_| left(&tidegate, "edge.chat_tokens") == expected);
+    }
+}
+
 #[test]
 fn envoy_sends_a_token_and_can_fail_closed() {
     let (app, tidegate) = (App::start(), tidegate("auth: {api_token: change-me}"));
@@ -325,7 +389,12 @@ fn envoy_gets_metadata_and_shadow_mode_denies_nothing() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let options = "files: [limits/]\n  shadow_mode: true\n  dynamic_metadata: true";
     // Its own rules have no name.
-    let changes = [("files: [ratelimit.yaml]", options), ("{bytes: token-bucket}", "{}")];
+    let changes = [
+        ("files: [ratelimit.yaml]", options),
+        ("{bytes: token-bucket, reports: concurrency}", "{}"),
+        ("    reports: {ttl: 10m}", "#"),
+        ("    chat-tokens: {reserve: 2000, ttl: 10m}", "#"),
+    ];
     let config = changed(&deployed_config(&[]), &changes);
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, config).expect("written");

@@ -69,6 +69,44 @@ fn commands_on_one_key_are_decided_in_their_order() {
 }
 
 #[test]
+fn reservations_of_a_pipeline_are_settled_in_their_order() {
+    let redis = Redis::start();
+    let (_service, address) = start(&config(&redis));
+    let mut client = Client::connect(&address);
+    let keys: Vec<String> = (0..20).map(|number| format!("user{number}")).collect();
+    for round in ["a", "b", "c"] {
+        let mut pipeline = Vec::new();
+        for key in &keys {
+            for words in [
+                &["TG.RESERVE", "wide", key, "COST", "1000", "ID", round][..],
+                &["TG.RESERVE", "wide", key, "COST", "1000", "ID", round],
+                &["TG.RENEW", "wide", key, round, "300000"],
+                &["TG.COMMIT", "wide", key, round, "0"],
+                &["TG.COMMIT", "wide", key, round, "1000"],
+                &["TG.RENEW", "wide", key, round, "300000"],
+                &["TG.ACQUIRE", "wide", key, "COST", "7", "ID", "pay"],
+                &["TG.REFUND", "wide", key, "ID", "pay"],
+            ] {
+                pipeline.extend(command(words));
+            }
+        }
+        client.send(&pipeline);
+        let statuses = ["held", "replayed", "held", "settled", "settled", "ended"];
+        for key in &keys {
+            // After its refund, the id of the acquire is free for a new request.
+            for status in statuses.into_iter().chain(["settled", "settled"]) {
+                let Reply::Array(fields) = client.reply() else { panic!("not an array") };
+                assert_eq!(fields[0], Reply::Integer(1), "{key}: {fields:?}");
+                assert_eq!(fields[8], Reply::Bulk(status.to_owned()), "{key}: {fields:?}");
+            }
+        }
+        let left = client.ask(&["TG.PEEK", "wide", "user0"]).integers()[2];
+        assert_eq!(left, 999_999, "all is returned");
+    }
+    redis.assert_every_key_expires();
+}
+
+#[test]
 fn transaction_is_one_call_to_redis() {
     let redis = Redis::start();
     let (_service, address) = start(&config(&redis));

@@ -520,7 +520,7 @@ policies:
         ("descriptor.k", "v"),
     ];
     assert_eq!(acquire(&others).status, 200);
-    for path in ["/v1/acquire", "/v1/peek", "/v1/refund", "/v1/report"] {
+    for path in ["/v1/acquire", "/v1/peek", "/v1/refund", "/v1/report", "/v1/reserve"] {
         let response =
             service.post(path, &attributes(&[("plan", "free"), ("tennant", "acme")]).to_string());
         assert_eq!(response.status, 400, "{path}: {response:?}");

@@ -7,6 +7,8 @@ mod support;
 mod api;
 /// Life in a container.
 mod containers;
+/// Reservations and ids.
+mod holds;
 /// Startup, reload and shutdown.
 mod lifecycle;
 /// Metrics of the nodes of a cluster.

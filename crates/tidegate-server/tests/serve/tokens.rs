@@ -13,6 +13,7 @@ const AUTH: &str = "auth:
     - {name: ci, token: ci-0123456789abcdef, scopes: [reset]}
 ";
 const QUERY: &[u8] = br#"{"policy": "per-user", "key": "ann"}"#;
+const COMMIT: &[u8] = br#"{"policy": "per-user", "key": "ann", "id": "a", "actual": 0}"#;
 const REFUND: &[u8] = br#"{"policy": "per-user", "key": "ann", "age_ms": 5}"#;
 
 fn send(address: &str, path: &str, token: &str, body: &[u8]) -> Response {
@@ -30,6 +31,10 @@ fn token_permits_the_requests_of_its_scopes() {
         (http, "/v1/report", QUERY, "web"),
         (http, "/v1/peek", QUERY, "web grafana"),
         (http, "/v1/refund", REFUND, "billing"),
+        (http, "/v1/refund", br#"{"policy": "per-user", "key": "ann", "id": "a"}"#, "billing"),
+        (http, "/v1/reserve", QUERY, "web"),
+        (http, "/v1/commit", COMMIT, "web"),
+        (http, "/v1/renew", br#"{"policy": "per-user", "key": "ann", "id": "a"}"#, "web"),
         (http, "/v1/forward-auth?", b"", "web"),
         (admin, "/metrics", b"", "grafana"),
         (admin, "/v1/hot-keys", b"", "grafana"),

@@ -26,6 +26,36 @@ fn same_seed_gives_the_same_bytes() {
     }
 }
 
+#[test]
+fn units_in_flight_end_at_once_and_have_no_window() {
+    let folder = Folder::new();
+    let config = folder.path("tidegate.yaml");
+    let policies = "policies:
+  - {name: exports, key: ip, algorithm: concurrency, limit: 1}
+  - {name: per-ip, key: ip, limit: 30, window: 60s}
+";
+    std::fs::write(&config, policies).expect("written");
+    let svg = folder.path("a.svg");
+    let [file, picture] = [&config, &svg].map(|path| path.to_str().expect("UTF-8"));
+    let flags = ["--load", "steady", "--rate", "1", "--keys", "1", "--duration", "60s"];
+    let run = |more: &[&str]| {
+        let output = simulate(&[&flags[..], &["--config", file, "--svg", picture], more].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let table = run(&[]);
+    let row = table.lines().find(|line| line.trim_start().starts_with("exports")).expect("a row");
+    assert!(row.contains("concurrency") && row.contains("1 in flight"), "{table}");
+    assert!(table.contains("Units in flight are released at once"), "{table}");
+    let report: Value = serde_json::from_str(&run(&["--json"])).expect("JSON");
+    let [exports, per_ip] = [0, 1].map(|index| &report["variants"][0]["policies"][index]);
+    assert_eq!((&exports["window_ms"], &exports["worst_window"]), (&Value::Null, &Value::Null));
+    assert_eq!((&exports["admitted"], &exports["denied"]), (&per_ip["admitted"], &json!(0)));
+    assert_eq!(per_ip["admitted"], 30, "{report}");
+    let drawn = std::fs::read_to_string(&svg).expect("a picture");
+    assert!(drawn.contains("1 in flight") && !drawn.contains("NaN"), "{drawn}");
+}
+
 /// Returns (admitted, worst window, over, under) of each variant.
 fn figures(report: &Value) -> Vec<(String, u64, u64, u64, u64)> {
     let variants = report["variants"].as_array().expect("variants");

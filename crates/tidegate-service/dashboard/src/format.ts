@@ -63,6 +63,12 @@ export function windowText(ms: number): string {
   return unit ? `${round(ms / unit[1], 0)} ${unit[0]}` : `${round(ms, 0)} ms`;
 }
 
+/** Text of a limit: units per window, or units in flight. */
+export function limitText(limit: number, windowMs: number | null): string {
+  return windowMs === null
+    ? `${count(limit)} in flight` : `${count(limit)} per ${windowText(windowMs)}`;
+}
+
 const clockFormat = new Intl.DateTimeFormat('en-GB', {
   hour: '2-digit', minute: '2-digit', second: '2-digit',
 });

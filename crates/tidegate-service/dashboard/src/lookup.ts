@@ -125,7 +125,7 @@ export class Lookup {
         foreign(result.error, 300, 'prose'), '–');
     }
     if (result.limit !== undefined && result.window_ms !== undefined) {
-      const quota = `${format.count(result.limit)} per ${format.windowText(result.window_ms)}`;
+      const quota = format.limitText(result.limit, result.window_ms);
       name.append(el('div', {class: 'detail'}, quota, result.override ? ' (override)' : ''));
       if (result.value !== undefined) {
         name.append(el('div', {class: 'detail'}, 'if the value is ', foreign(result.value, 40)));
@@ -138,7 +138,7 @@ export class Lookup {
       onclick: () => void this.reset(result),
     }, 'Reset …');
     return cards.row(
-      name, verdict(result), remaining(result), nextFree(result),
+      name, verdict(result), inFlight(result) ?? remaining(result), nextFree(result),
       result.reason ? foreign(result.reason, 400, 'prose') : '–', button,
     );
   }
@@ -188,10 +188,24 @@ function remaining(result: LookupResult): HTMLElement | string {
     el('span', {class: 'figure'}, `${format.count(left)} of ${format.count(most)}`));
 }
 
+/** Units in flight, with the ends of their holds. */
+function inFlight({in_flight: held, capacity, reset_after_ms: last}: LookupResult) {
+  if (!held) return null;
+  const most = capacity ?? held.units;
+  const cell = el('div', {},
+    el('meter', {min: 0, max: most || 1, value: held.units, 'aria-hidden': 'true'}),
+    el('span', {class: 'figure'}, `${format.count(held.units)} of ${format.count(most)} in flight`));
+  for (const [name, end] of [['first', held.first_end_ms], ['last', last]] as const) {
+    if (end) cell.append(el('div', {class: 'detail'}, `${name} ends in ${format.duration(end)}`));
+  }
+  return cell;
+}
+
 function nextFree(result: LookupResult): string {
   if (!isDenied(result)) return 'now';
   const wait = result.retry_after_ms;
   if (wait === null || wait === undefined) return 'never: it costs more than the limit';
+  if (result.in_flight) return `when one is released, at the latest in ${format.duration(wait)}`;
   return `in ${format.duration(wait)} (${format.clock(Date.now() + wait)})`;
 }
 

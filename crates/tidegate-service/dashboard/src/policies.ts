@@ -188,7 +188,7 @@ function limitCell(policy: Policy): HTMLElement {
     details.push(`cost by ${format.visible(policy.cost.attribute)}`);
   }
   return el('div', {},
-    `${format.count(policy.limit)} per ${format.windowText(policy.window_ms)}`,
+    format.limitText(policy.limit, policy.window_ms),
     ...limitLines(policy),
     el('div', {class: 'detail'}, details.join(', ')),
     el('div', {class: 'detail'}, `without the store: ${policy.on_store_failure}`));

@@ -135,7 +135,8 @@ export interface Policy {
   rule?: string;
   algorithm: string;
   limit: number;
-  window_ms: number;
+  /** Null for units in flight, which have no window. */
+  window_ms: number | null;
   burst: number;
   key: string[];
   mode: string;
@@ -162,7 +163,7 @@ export interface LookupResult {
   algorithm?: string;
   limit?: number;
   burst?: number;
-  window_ms?: number;
+  window_ms?: number | null;
   override?: boolean;
   /** Value of the attribute in `limits` that has this limit. */
   value?: string;
@@ -173,6 +174,8 @@ export interface LookupResult {
   retry_after_ms?: number | null;
   reset_after_ms?: number | null;
   delay_ms?: number | null;
+  /** Units in flight, and the time until the first of their holds ends. */
+  in_flight?: {units: number; first_end_ms?: number | null} | null;
   source?: string;
   reason?: string | null;
   error?: string | null;

@@ -70,7 +70,8 @@ struct ResultBody {
     algorithm: &'static str,
     limit: u64,
     burst: u64,
-    window_ms: u64,
+    /// Null for units in flight, which have no window.
+    window_ms: Option<u64>,
     #[serde(rename = "override")]
     is_override: bool,
     /// Value of the attribute in the policy's `limits` that has this limit, or `other`. It
@@ -100,11 +101,25 @@ struct StateBody {
     /// Capacity by which it was decided: the burst, or the share of this instance during an outage.
     capacity: u64,
     remaining: u64,
+    /// Of a denial; for units in flight, which may be released before, when their first hold ends.
     retry_after_ms: u64,
+    /// Until all units are available; for units in flight, when their last hold ends.
     reset_after_ms: u64,
     delay_ms: u64,
     source: &'static str,
     reason: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    in_flight: Option<InFlightBody>,
+}
+
+/// Units in flight.
+#[derive(Serialize, utoipa::ToSchema)]
+#[schema(as = InFlight)]
+struct InFlightBody {
+    units: u64,
+    /// Time until the hold of some of them ends, if it is neither renewed nor released; null without
+    /// units.
+    first_end_ms: Option<u64>,
 }
 
 /// Count that is looked up.
@@ -294,12 +309,12 @@ impl LookupTarget<'_> {
         let peeked = self.decision(active).await;
         let mut result = ResultBody {
             policy: self.policy.to_owned(),
-            key: active.shown_key(self.policy, self.key),
+            key: active.shown_key(self.policy, self.key.clone()),
             mode: self.mode,
             algorithm: self.quota.algorithm().as_str(),
             limit: self.quota.limit(),
             burst: self.quota.burst(),
-            window_ms: millis(self.quota.window()),
+            window_ms: (!self.quota.is_concurrency()).then(|| millis(self.quota.window())),
             is_override: self.is_override,
             value: self.value.map(str::to_owned),
             state: None,
@@ -307,7 +322,10 @@ impl LookupTarget<'_> {
         };
         match peeked {
             Ok(decision) => {
-                let state = StateBody::new(&decision, self.quota, self.mode);
+                let mut state = StateBody::new(&decision, self.quota, self.mode);
+                if self.quota.is_concurrency() {
+                    self.add_in_flight(active, &mut state).await;
+                }
                 let in_use = !state.allowed || state.remaining < state.capacity;
                 result.state = Some(state);
                 (in_use && !self.is_shared, result)
@@ -320,6 +338,21 @@ impl LookupTarget<'_> {
                 (false, result)
             }
         }
+    }
+
+    /// Adds the units in flight. A request that lacks one unit waits for the first of them.
+    async fn add_in_flight(&self, active: &ActiveConfig, state: &mut StateBody) {
+        let units = state.capacity.saturating_sub(state.remaining);
+        let mut in_flight = InFlightBody { units, first_end_ms: None };
+        if units > 0 {
+            let charge = Charge::new(&self.key, self.quota).with_policy(self.policy);
+            let charge = charge.with_cost(state.remaining + 1);
+            if let Ok(decision) = active.limiter.limiter().peek(&charge).await {
+                in_flight.first_end_ms = Some(millis_rounded_up(decision.retry_after));
+                state.reset_after_ms = millis_rounded_up(decision.reset_after);
+            }
+        }
+        state.in_flight = Some(in_flight);
     }
 
     async fn decision(&self, active: &ActiveConfig) -> Result<Decision, QueryError> {
@@ -354,6 +387,7 @@ impl StateBody {
             delay_ms: millis_rounded_up(decision.delay),
             source: decision.source.as_str(),
             reason: reason(decision, remaining, quota, mode),
+            in_flight: None,
         }
     }
 }
@@ -377,9 +411,15 @@ fn reason(decision: &Decision, remaining: u64, quota: &Quota, mode: &'static str
         tidegate::Algorithm::TokenBucket | tidegate::Algorithm::LeakyBucket => {
             format!("{used} of {capacity} units of the bucket are used")
         }
+        tidegate::Algorithm::Concurrency => format!("{used} of {capacity} units are in flight"),
         _ => format!("{used} of {capacity} units per {} are used", shown(quota.window())),
     };
-    let next = if !decision.allowed {
+    let next = if !decision.allowed && quota.is_concurrency() {
+        format!(
+            "; the next request passes when one is released, at the latest in {}",
+            shown(decision.retry_after)
+        )
+    } else if !decision.allowed {
         format!("; the next request passes in {}", shown(decision.retry_after))
     } else if decision.delay > Duration::ZERO {
         format!("; the next request waits {} for its turn", shown(decision.delay))

@@ -101,7 +101,8 @@ struct QuotaBody {
     /// Lengths of the blocks of a key, by its number of blocks before; empty without blocks.
     block_for_ms: Vec<u128>,
     limit: u64,
-    window_ms: u128,
+    /// Null for units in flight, which have no window.
+    window_ms: Option<u128>,
     burst: u64,
 }
 
@@ -176,7 +177,7 @@ impl<'a> PolicyBody<'a> {
                 count_denied: false,
                 block_for_ms: Vec::new(),
                 limit: 0,
-                window_ms: window.as_millis(),
+                window_ms: Some(window.as_millis()),
                 burst: 0,
             },
             Limit::Quota(_, quota) => QuotaBody::new(quota),
@@ -213,7 +214,7 @@ impl QuotaBody {
             count_denied: quota.count_denied(),
             block_for_ms: quota.block_for().iter().map(Duration::as_millis).collect(),
             limit: quota.limit(),
-            window_ms: quota.window().as_millis(),
+            window_ms: (!quota.is_concurrency()).then(|| quota.window().as_millis()),
             burst: quota.burst(),
         }
     }

@@ -1,14 +1,16 @@
 //! The OpenAPI description: adds the server and the bounds of all values, by the constants that the
 //! API checks.
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
-use tidegate::{MAX_CHARGES, MAX_KEY_BYTES, Policies, Quota};
+use tidegate::{Hold, MAX_CHARGES, MAX_KEY_BYTES, Policies, Quota};
 use tidegate_config::duration;
 use tidegate_config::policies::schema;
 use utoipa::OpenApi;
 
 use super::json::MAX_AGE_MS;
-use super::{Api, MAX_BODY_BYTES};
+use super::{Api, MAX_BODY_BYTES, Operation};
 
 /// Bounds of the fields: the type, the field, and what is added to its schema.
 fn bounds() -> Vec<(&'static str, &'static str, Value)> {
@@ -16,12 +18,26 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
     let units = json!({"minimum": 1, "maximum": Quota::MAX_LIMIT});
     let count = json!({"minimum": 0, "maximum": Quota::MAX_LIMIT});
     let wait = json!({"minimum": 0, "maximum": MAX_WAIT_MS});
+    let id = json!({"minLength": 1, "maxLength": Hold::MAX_ID_BYTES, "pattern": "^[!-~]+$"});
+    let ttl = |longest: Duration| json!({"minimum": Hold::MIN_TTL.as_millis(), "maximum": longest.as_millis()});
     let mut bounds = vec![
         ("QueryBody", "policy", name.clone()),
         ("QueryBody", "key", name.clone()),
         // A report or a refund may be above every limit.
         ("QueryBody", "cost", json!({"minimum": 1, "maximum": u64::MAX, "format": "uint64"})),
         ("QueryBody", "age_ms", json!({"minimum": 0, "maximum": MAX_AGE_MS})),
+        ("QueryBody", "id", id.clone()),
+        ("QueryBody", "id_ttl_ms", ttl(Hold::MAX_ID_TTL)),
+        ("QueryBody", "ttl_ms", ttl(Hold::MAX_TTL)),
+        ("QueryBody", "actual", json!({"minimum": 0, "maximum": u64::MAX, "format": "uint64"})),
+        ("HoldBody", "ttl", json!({"pattern": duration::PATTERN})),
+        ("HoldBody", "max_ttl", json!({"pattern": duration::PATTERN})),
+        ("ReservationBody", "reservation", id),
+        (
+            "ReservationBody",
+            "expires_after_ms",
+            json!({"minimum": 0, "maximum": Hold::MAX_TTL.as_millis()}),
+        ),
         ("QuotaBody", "limit", units.clone()),
         ("QuotaBody", "burst", units),
         ("QuotaBody", "window", json!({"pattern": duration::PATTERN})),
@@ -49,31 +65,46 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
     bounds
 }
 
-/// Describes a query by its three forms. The fields of the other forms may only be null.
-fn split_query(schemas: &mut Value) {
-    let query = schemas["QueryBody"].take();
-    let mut forms = Vec::new();
-    for (name, description, required) in [
-        ("PolicyQuery", "Policy and key.", &["policy", "key"][..]),
-        ("AttributesQuery", "Attributes of a request, which select the policies.", &["attributes"]),
-        ("QuotaQuery", "Key and quota of the caller.", &["key", "quota"]),
-    ] {
-        let mut form = query.clone();
-        form["description"] = json!(description);
-        form["required"] = json!(required);
-        for field in ["policy", "key", "attributes", "quota"] {
-            let schema = &mut form["properties"][field];
-            // Null is the second of two schemas, or of two types.
-            match (required.contains(&field), schema.pointer("/oneOf/0").cloned()) {
-                (false, _) => *schema = json!({"type": "null"}),
-                (true, Some(not_null)) => *schema = not_null,
-                (true, None) => schema["type"] = schema["type"][0].clone(),
+/// Describes the query of each operation by its three forms. The fields of the other forms may only
+/// be null.
+fn split_query(api: &mut Value) {
+    let query = api["components"]["schemas"]["QueryBody"].take();
+    for operation in Operation::OF_API {
+        let mut forms = Vec::new();
+        for (name, description, target) in [
+            ("PolicyQuery", "Policy and key.", &["policy", "key"][..]),
+            (
+                "AttributesQuery",
+                "Attributes of a request, which select the policies.",
+                &["attributes"],
+            ),
+            ("QuotaQuery", "Key and quota of the caller.", &["key", "quota"]),
+        ] {
+            let mut form = query.clone();
+            let required = [target, operation.required()].concat();
+            form["description"] = json!(description);
+            form["required"] = json!(required);
+            for (field, schema) in form["properties"].as_object_mut().into_iter().flatten() {
+                let is_taken = |names: &[&str]| names.contains(&field.as_str());
+                // Null is the second of two schemas, or of two types.
+                match (is_taken(&required), schema.pointer("/oneOf/0").cloned()) {
+                    (false, _) if is_taken(operation.fields()) => {}
+                    (false, _) => *schema = json!({"type": "null"}),
+                    (true, Some(not_null)) => *schema = not_null,
+                    (true, None) => schema["type"] = schema["type"][0].clone(),
+                }
             }
+            let name = format!("{operation:?}{name}");
+            forms.push(json!({"$ref": format!("#/components/schemas/{name}")}));
+            api["components"]["schemas"][name] = form;
         }
-        schemas[name] = form;
-        forms.push(json!({"$ref": format!("#/components/schemas/{name}")}));
+        let body = &mut api["paths"][operation.path()]["post"]["requestBody"];
+        body["content"]["application/json"]["schema"] =
+            json!({"description": query["description"], "oneOf": forms});
     }
-    schemas["QueryBody"] = json!({"description": query["description"], "oneOf": forms});
+    if let Some(schemas) = api["components"]["schemas"].as_object_mut() {
+        schemas.remove("QueryBody");
+    }
 }
 
 /// Longest wait in milliseconds: an overdraft of ten bursts, each of which refills in 3,660 days at
@@ -97,10 +128,10 @@ pub(super) fn document() -> Vec<u8> {
             schema.extend(bounds);
         }
     }
-    split_query(&mut api["components"]["schemas"]);
+    split_query(&mut api);
     let entry = &mut api["components"]["schemas"]["PolicyDecisionBody"]["allOf"][1];
     entry["properties"]["key"]["maxLength"] = json!(MAX_KEY_BYTES);
-    let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][1];
+    let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][2];
     decisions["properties"]["decisions"]["maxItems"] = json!(MAX_CHARGES);
     decisions["properties"]["policies"]["maxItems"] = json!(Policies::MAX_EXPLAINED);
     let parameters = &mut api["paths"]["/v1/forward-auth"]["get"]["parameters"];

@@ -6,7 +6,7 @@ use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
 use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
-use tidegate::{PolicyDecision, PolicyDecisions, QueryError, StoreError};
+use tidegate::{ChargeError, PolicyDecision, PolicyDecisions, QueryError, StoreError};
 
 use crate::logs;
 use tidegate_config::AuthError;
@@ -116,6 +116,7 @@ impl From<QueryError> for Problem {
     fn from(error: QueryError) -> Self {
         let status = match &error {
             QueryError::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
+            QueryError::Charge(ChargeError::HoldConflict(_)) => StatusCode::CONFLICT,
             QueryError::Store(store) => {
                 // The reason is only logged: it may have the addresses of servers.
                 logs::store_failed(store);

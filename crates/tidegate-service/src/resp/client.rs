@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tidegate::Action;
-
 use super::RespShared;
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError, Limits};
@@ -13,6 +11,7 @@ use super::request::{self, CommandQuery, QuotaCache};
 use super::transaction::{Queued, Transaction};
 use crate::auth::AuthListener;
 use crate::state::{ActiveConfig, Caller, ServerState};
+use tidegate_api::operation::Operation;
 use tidegate_config::{Scope, Token};
 use tidegate_net::listener::{Peer, SessionStep};
 
@@ -156,7 +155,7 @@ impl Client {
         arguments: Arguments<'a, '_>,
     ) -> Option<Result<CommandQuery<'a>, String>> {
         let command = Command::find(arguments.get(0)?)?;
-        let action = request::action(command)?;
+        let operation = request::operation(command)?;
         if self.transaction.is_some() {
             return None;
         }
@@ -164,8 +163,8 @@ impl Client {
         if let Err(error) = self.check(active, command, arguments) {
             return Some(Err(error));
         }
-        let mut request = request::parse(command, action, arguments, &mut self.quotas);
-        if action == Action::Reset
+        let mut request = request::parse(command, operation, arguments, &mut self.quotas);
+        if operation == Operation::Reset
             && let Ok(request) = &mut request
         {
             let caller = Caller { peer: self.peer.address, token: self.token.clone() };
@@ -260,6 +259,9 @@ impl Client {
             | Command::Peek
             | Command::Refund
             | Command::Report
+            | Command::Reserve
+            | Command::Commit
+            | Command::Renew
             | Command::Reset
             | Command::CellThrottle
             | Command::CrabThrottle => {}
@@ -287,15 +289,15 @@ impl Client {
         if self.lacks_token(active) {
             return Err(NOAUTH.to_owned());
         }
-        let Some(action) = request::action(command) else { return Ok(()) };
-        let is_reset = action == Action::Reset;
+        let Some(operation) = request::operation(command) else { return Ok(()) };
+        let is_reset = operation == Operation::Reset;
         let needs_reset = is_reset && (self.is_remote || active.tokens.of_admin().is_some());
         if !needs_reset && (is_reset || active.tokens.of_api().is_none()) {
             return Ok(());
         }
         match &self.token {
             Some(token) => token
-                .check(Scope::of_action(action))
+                .check(Scope::of_action(operation.action()))
                 .map_err(|error| format!("NOPERM this user has no permissions: {error}")),
             None => Err("NOPERM this user has no permissions: AUTH with a token that has the \
                          scope reset, such as auth.admin_token"

@@ -41,8 +41,16 @@ macro_rules! commands {
 
 const DECIDE: &str = "policy key [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit window \
                       [BURST b] [COST n] [WITHNAMES]";
-const REFUND: &str = "policy key AGE ms [COST n] [WITHNAMES] | KEY key QUOTA algorithm limit \
-                      window AGE ms [BURST b] [COST n] [WITHNAMES]";
+const ACQUIRE: &str = "policy key [COST n] [ID id [TTL ms]] [WITHNAMES] | KEY key QUOTA algorithm \
+                       limit window [BURST b] [COST n] [ID id [TTL ms]] [WITHNAMES]";
+const RESERVE: &str = "policy key [COST n] [TTL ms] [ID id] [WITHNAMES] | KEY key QUOTA algorithm \
+                       limit window [BURST b] [COST n] [TTL ms] [ID id] [WITHNAMES]";
+const COMMIT: &str = "policy key id actual [WITHNAMES] | KEY key QUOTA algorithm limit window id \
+                      actual [BURST b] [WITHNAMES]";
+const RENEW: &str = "policy key id ttl [WITHNAMES] | KEY key QUOTA algorithm limit window id ttl \
+                     [BURST b] [WITHNAMES]";
+const REFUND: &str = "policy key AGE ms [COST n] [WITHNAMES] | policy key ID id [WITHNAMES] | \
+                      KEY key QUOTA algorithm limit window AGE ms [BURST b] [COST n] [WITHNAMES]";
 const RESET: &str = "policy key [WITHNAMES] | KEY key QUOTA algorithm limit window [BURST b] \
                      [WITHNAMES]";
 const THROTTLE: &str = "key max_burst count period [quantity]";
@@ -51,13 +59,18 @@ const CLIENT: &str = "GETNAME | HELP | ID | INFO | SETINFO attribute value | SET
 
 commands! {
     Acquire "TG.ACQUIRE" arity -3 key 2
-        (DECIDE) "Decides a request and, if it is allowed, charges its units.";
+        (ACQUIRE) "Decides a request and, if it is allowed, charges its units.";
     Peek "TG.PEEK" arity -3 key 2
         (DECIDE) "Returns the decision of TG.ACQUIRE without a charge.";
     Refund "TG.REFUND" arity -5 key 2
-        (REFUND) "Returns the units of an earlier charge of this age.";
+        (REFUND) "Returns the units of an earlier charge of this age or id.";
     Report "TG.REPORT" arity -3 key 2
         (DECIDE) "Records units that were used already, even beyond the limit.";
+    Reserve "TG.RESERVE" arity -3 key 2
+        (RESERVE) "Charges units until a commit settles those that were used.";
+    Commit "TG.COMMIT" arity -5 key 2
+        (COMMIT) "Settles a reservation; 0 units cancel it.";
+    Renew "TG.RENEW" arity -5 key 2 (RENEW) "Extends a reservation that has not ended.";
     Reset "TG.RESET" arity -3 key 2 (RESET) "Deletes the count of a key.";
     CellThrottle "CL.THROTTLE" arity -5 key 1 (THROTTLE) "Limits a key as redis-cell does.";
     CrabThrottle "THROTTLE" arity -5 key 1 (THROTTLE) "Limits a key as throttlecrab does.";

@@ -1,5 +1,6 @@
 //! Decisions of commands.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::PreparedCharge;
@@ -7,12 +8,13 @@ use tidegate::{
     PolicyDecision, PolicyDecisions, Progress, Query, QueryError, Quota, Timestamp, Waiting,
 };
 
-use super::reply::{RespReply, decision_fields};
+use super::reply::{HoldFields, RespReply, decision_fields};
 use super::request::{CommandQuery, Dialect, LimitTarget};
 use crate::api::problem::unavailable;
 use crate::logs;
 use crate::observer::OWN_QUOTA;
 use crate::state::ActiveConfig;
+use tidegate_api::operation::HoldAnswer;
 
 /// Name under which `CL.THROTTLE` and `THROTTLE` count. It has none of their numbers, because a key
 /// keeps its count when they change.
@@ -26,11 +28,15 @@ pub(super) enum Started {
 
 /// Starts to decide a request.
 pub(super) fn start(active: &ActiveConfig, request: &CommandQuery<'_>) -> Started {
-    Started::Decided(match active.limiter.start(request.action, query(active, request)) {
-        Ok(Progress::Decided(decisions)) => decision_reply(active, request, &decisions),
-        Ok(Progress::Waiting(waiting)) => return Started::Waiting(Box::new(waiting.into_owned())),
-        Err(error) => error_reply(&error),
-    })
+    Started::Decided(
+        match active.limiter.start(request.operation.action(), query(active, request)) {
+            Ok(Progress::Decided(decisions)) => decision_reply(active, request, &decisions),
+            Ok(Progress::Waiting(waiting)) => {
+                return Started::Waiting(Box::new(waiting.into_owned()));
+            }
+            Err(error) => error_reply(&error),
+        },
+    )
 }
 
 /// Decides a valid request.
@@ -63,7 +69,7 @@ pub(super) async fn finish(
 }
 
 fn query<'a>(active: &ActiveConfig, request: &'a CommandQuery<'_>) -> Query<'a, 'a> {
-    let CommandQuery { action, key, cost, .. } = request;
+    let CommandQuery { operation, key, cost, .. } = request;
     let query = match &request.target {
         LimitTarget::Policy(policy) => Query::policy(policy, key).with_cost(*cost),
         LimitTarget::Quota(quota) => {
@@ -73,7 +79,7 @@ fn query<'a>(active: &ActiveConfig, request: &'a CommandQuery<'_>) -> Query<'a, 
             let quantity = cost.filter(|quantity| *quantity <= quota.burst());
             let charge = PreparedCharge::new(THROTTLE_POLICY, *key, quota)
                 .with_metric_name(OWN_QUOTA)
-                .with_action(*action)
+                .with_action(operation.action())
                 .with_cost(quantity.unwrap_or(0));
             Query::charge(charge)
         }
@@ -82,7 +88,11 @@ fn query<'a>(active: &ActiveConfig, request: &'a CommandQuery<'_>) -> Query<'a, 
         let charged_at = active.now().saturating_sub(Duration::from_millis(age));
         charged_at.max(Timestamp::from_micros(1))
     });
-    query.with_charged_at(charged_at)
+    let query = query.with_charged_at(charged_at);
+    match &request.hold {
+        Some(hold) => query.with_hold(Arc::clone(hold)),
+        None => query,
+    }
 }
 
 fn decision_reply(
@@ -99,8 +109,20 @@ fn decision_reply(
         LimitTarget::Throttle(dialect, quota) => {
             RespReply::Numbers(throttle_reply(*dialect, quota, request.cost, decisions))
         }
-        _ if request.with_names => RespReply::NamedDecision(decision_fields(decisions)),
-        _ => RespReply::Decision(decision_fields(decisions)),
+        _ => {
+            let given = request.hold.as_deref();
+            let hold = HoldAnswer::new(request.operation, given, decisions);
+            let fields = decision_fields(decisions);
+            if given.is_some() || hold.is_some() {
+                let hold = Box::new(HoldFields::new(hold));
+                return RespReply::Held { fields, hold, with_names: request.with_names };
+            }
+            if request.with_names {
+                RespReply::NamedDecision(fields)
+            } else {
+                RespReply::Decision(fields)
+            }
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use tidegate::{Decision, PolicyDecision, PolicyDecisions};
 
 use tidegate_api::duration::millis_rounded_up;
+use tidegate_api::operation::HoldAnswer;
 
 /// Version of the protocol, which a client chooses by `HELLO`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -29,6 +30,8 @@ pub(super) enum RespReply {
     Decision([u64; FIELDS]),
     /// The same with the names of its fields: a map, which is a flat array in RESP2.
     NamedDecision([u64; FIELDS]),
+    /// Decision on a request that has a hold: three more fields at the end.
+    Held { fields: [u64; FIELDS], hold: Box<HoldFields>, with_names: bool },
     /// Five numbers of `CL.THROTTLE` or `THROTTLE`, an array in both versions.
     Numbers([i64; 5]),
     /// Error with its code, such as `ERR`.
@@ -39,6 +42,26 @@ pub(super) enum RespReply {
 const FIELDS: usize = 6;
 const FIELD_NAMES: [&str; FIELDS] =
     ["allowed", "limit", "remaining", "retry_after_ms", "reset_after_ms", "delay_ms"];
+
+/// Fields of a hold. A denied request holds nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct HoldFields {
+    id: Option<String>,
+    expires_after_ms: u64,
+    status: Option<&'static str>,
+}
+
+impl HoldFields {
+    pub(super) fn new(answer: Option<HoldAnswer<'_>>) -> Self {
+        Self {
+            id: answer.map(|answer| answer.id.to_owned()),
+            expires_after_ms: answer.map_or(0, |answer| answer.expires_after_ms),
+            status: answer.and_then(|answer| Some(answer.status?.as_str())),
+        }
+    }
+}
+
+const HOLD_FIELD_NAMES: [&str; 3] = ["reservation", "expires_after_ms", "status"];
 
 /// Returns the fields of the binding decision, as the HTTP API shows it; durations in milliseconds,
 /// rounded up.
@@ -78,10 +101,20 @@ impl Writer<'_> {
             }
             RespReply::NamedDecision(fields) => {
                 self.map(fields.len());
-                for (name, field) in FIELD_NAMES.iter().zip(fields) {
-                    self.bulk(name);
-                    self.integer(i64::try_from(*field).unwrap_or(i64::MAX));
+                self.named_fields(fields);
+            }
+            RespReply::Held { fields, hold, with_names } => {
+                let length = fields.len() + HOLD_FIELD_NAMES.len();
+                if *with_names {
+                    self.map(length);
+                    self.named_fields(fields);
+                } else {
+                    self.array(length);
+                    for field in fields {
+                        self.line(b':', *field);
+                    }
                 }
+                self.hold(hold, *with_names);
             }
             RespReply::Numbers(numbers) => {
                 self.array(numbers.len());
@@ -90,6 +123,26 @@ impl Writer<'_> {
                 }
             }
             RespReply::Error(message) => self.error(message),
+        }
+    }
+
+    fn named_fields(&mut self, fields: &[u64; FIELDS]) {
+        for (name, field) in FIELD_NAMES.iter().zip(fields) {
+            self.bulk(name);
+            self.integer(i64::try_from(*field).unwrap_or(i64::MAX));
+        }
+    }
+
+    fn hold(&mut self, hold: &HoldFields, with_names: bool) {
+        for (position, name) in HOLD_FIELD_NAMES.into_iter().enumerate() {
+            if with_names {
+                self.bulk(name);
+            }
+            match [hold.id.as_deref(), None, hold.status][position] {
+                Some(text) => self.bulk(text),
+                None if position == 1 => self.line(b':', hold.expires_after_ms),
+                None => self.null(),
+            }
         }
     }
 

@@ -4,24 +4,26 @@ use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate::{Action, Algorithm, ChargeError, Quota, UnknownName};
+use tidegate::{Algorithm, ChargeError, Hold, Quota, QuotaError, UnknownName};
 use tidegate_config::duration;
 
 use super::command::{Command, shown};
 use super::frame::Arguments;
 use crate::state::Caller;
 use tidegate_api::json::MAX_AGE_MS;
+use tidegate_api::operation::Operation;
 
 /// Query of a command.
 #[derive(Debug, Clone)]
 pub(super) struct CommandQuery<'a> {
-    pub(super) action: Action,
+    pub(super) operation: Operation,
     pub(super) key: &'a str,
     pub(super) target: LimitTarget<'a>,
     /// Units; `None` for those of the policy.
     pub(super) cost: Option<u64>,
     /// Age of the charge to be refunded, in milliseconds.
     pub(super) age_ms: Option<u64>,
+    pub(super) hold: Option<Arc<Hold>>,
     /// Whether the reply has the names of its fields.
     pub(super) with_names: bool,
     /// Client of a reset, which is logged.
@@ -39,8 +41,13 @@ impl CommandQuery<'_> {
             LimitTarget::Throttle(Dialect::Cell, quota) => (2, "", Arc::as_ptr(quota).addr()),
             LimitTarget::Throttle(Dialect::Crab, quota) => (3, "", Arc::as_ptr(quota).addr()),
         };
-        let action = std::mem::discriminant(&self.action);
-        hasher.hash_one((action, kind, policy, quota, self.cost, self.age_ms))
+        hasher.hash_one((self.operation, kind, policy, quota, self.cost, self.age_ms))
+    }
+
+    /// Returns whether equal requests may be decided at the same time. With an id, the second one
+    /// repeats the first.
+    pub(super) fn is_repeatable(&self) -> bool {
+        matches!(self.operation, Operation::Acquire | Operation::Peek) && self.hold.is_none()
     }
 }
 
@@ -96,36 +103,39 @@ impl QuotaCache {
     }
 }
 
-/// Returns the action of a command that decides; `None` for the others.
-pub(super) fn action(command: Command) -> Option<Action> {
+/// Returns the operation of a command that decides; `None` for the others.
+pub(super) fn operation(command: Command) -> Option<Operation> {
     Some(match command {
-        Command::Acquire | Command::CellThrottle | Command::CrabThrottle => Action::Acquire,
-        Command::Peek => Action::Peek,
-        Command::Refund => Action::Refund,
-        Command::Report => Action::Report,
-        Command::Reset => Action::Reset,
+        Command::Acquire | Command::CellThrottle | Command::CrabThrottle => Operation::Acquire,
+        Command::Reserve => Operation::Reserve,
+        Command::Commit => Operation::Commit,
+        Command::Renew => Operation::Renew,
+        Command::Peek => Operation::Peek,
+        Command::Refund => Operation::Refund,
+        Command::Report => Operation::Report,
+        Command::Reset => Operation::Reset,
         _ => return None,
     })
 }
 
-/// Parses the arguments of a command with this action. The error is a reply.
+/// Parses the arguments of a command with this operation. The error is a reply.
 pub(super) fn parse<'a>(
     command: Command,
-    action: Action,
+    operation: Operation,
     arguments: Arguments<'a, '_>,
     quotas: &mut QuotaCache,
 ) -> Result<CommandQuery<'a>, String> {
     match command {
         Command::CellThrottle => throttle(command, Dialect::Cell, arguments, quotas),
         Command::CrabThrottle => throttle(command, Dialect::Crab, arguments, quotas),
-        _ => query(command, action, arguments, quotas),
+        _ => query(command, operation, arguments, quotas),
     }
 }
 
 /// Parses `policy key …` or `KEY key QUOTA algorithm limit window …`.
 fn query<'a>(
     command: Command,
-    action: Action,
+    operation: Operation,
     arguments: Arguments<'a, '_>,
     quotas: &mut QuotaCache,
 ) -> Result<CommandQuery<'a>, String> {
@@ -134,68 +144,113 @@ fn query<'a>(
         arguments.get(index).is_some_and(|text| text.eq_ignore_ascii_case(word.as_bytes()))
     };
     let has_quota = is_word(1, "KEY") && is_word(3, "QUOTA");
-    let first_option = if has_quota { 7 } else { 3 };
+    let is_in_flight = has_quota && is_word(4, Algorithm::Concurrency.as_str());
+    // Units in flight have no window.
+    let after_target = if is_in_flight {
+        6
+    } else if has_quota {
+        7
+    } else {
+        3
+    };
+    let is_of_hold = matches!(operation, Operation::Commit | Operation::Renew);
+    let first_option = if is_of_hold { after_target + 2 } else { after_target };
     if arguments.len() < first_option {
         return Err(command.usage_error());
     }
+    let given = arguments.text(after_target).filter(|_| is_in_flight && !is_of_hold);
+    if given.is_some_and(|text| duration::parse(text).is_ok()) {
+        return Err(format!("ERR quota: {}", QuotaError::NoWindow));
+    }
     let mut options = Options::default();
+    if is_of_hold {
+        options.id = Some(text(arguments, after_target, "id")?);
+        let number = |name| number(name, argument(after_target + 1)?);
+        match operation {
+            Operation::Commit => options.cost = Some(number("actual")?),
+            _ => options.ttl_ms = Some(number("ttl")?),
+        }
+    }
     let mut index = first_option;
     let mut with_names = false;
     while index < arguments.len() {
         if is_word(index, "WITHNAMES") {
             with_names = true;
             index += 1;
+        } else if is_word(index, "ID") && operation.fields().contains(&"id") && !is_of_hold {
+            argument(index + 1)?;
+            if options.id.replace(text(arguments, index + 1, "id")?).is_some() {
+                return Err("ERR syntax error: ID is given twice".to_owned());
+            }
+            index += 2;
         } else {
-            options.set(command, has_quota, argument(index)?, argument(index + 1)?)?;
+            options.set(command, operation, has_quota, argument(index)?, argument(index + 1)?)?;
             index += 2;
         }
     }
-    if command == Command::Refund && options.age_ms.is_none() {
-        return Err(format!("ERR a refund needs the age of its charge: {}", command.usage()));
+    let Options { id, cost, age_ms, ttl_ms, burst } = options;
+    match (operation, id) {
+        (Operation::Refund, None) if age_ms.is_none() => {
+            let usage = command.usage();
+            return Err(format!("ERR a refund needs the age of its charge, or its id: {usage}"));
+        }
+        (Operation::Refund, Some(_)) if age_ms.is_some() || cost.is_some() => {
+            return Err("ERR a refund by ID returns exactly the units of that id: send neither \
+                        COST nor AGE"
+                .to_owned());
+        }
+        (Operation::Acquire, None) if ttl_ms.is_some() => {
+            return Err("ERR TTL is the time for which an ID is remembered: send ID, too".into());
+        }
+        _ => {}
     }
+    let hold = operation.hold(id, ttl_ms).map_err(|error| format!("ERR {error}"))?;
     let target = if has_quota {
         let algorithm = text(arguments, 4, "algorithm")?;
         let algorithm = algorithm.parse().map_err(|error: UnknownName| format!("ERR {error}"))?;
-        let window = text(arguments, 6, "window")?;
-        let window = duration::parse(window).map_err(|error| format!("ERR window: {error}"))?;
+        let window = if is_in_flight {
+            Duration::ZERO
+        } else {
+            let window = text(arguments, 6, "window")?;
+            duration::parse(window).map_err(|error| format!("ERR window: {error}"))?
+        };
         let limit = number("limit", argument(5)?)?;
-        LimitTarget::Quota(quotas.get(QuotaNumbers {
-            algorithm,
-            limit,
-            window,
-            burst: options.burst,
-        })?)
+        LimitTarget::Quota(quotas.get(QuotaNumbers { algorithm, limit, window, burst })?)
     } else {
         LimitTarget::Policy(text(arguments, 1, "policy")?)
     };
     let key = text(arguments, 2, "key")?;
-    let Options { cost, age_ms, .. } = options;
-    Ok(CommandQuery { action, key, target, cost, age_ms, with_names, caller: None })
+    Ok(CommandQuery { operation, key, target, cost, age_ms, hold, with_names, caller: None })
 }
 
 #[derive(Debug, Default)]
-struct Options {
+struct Options<'a> {
+    id: Option<&'a str>,
     cost: Option<u64>,
     burst: Option<u64>,
     age_ms: Option<u64>,
+    ttl_ms: Option<u64>,
 }
 
-impl Options {
-    /// Sets an option of a command. Each may be given once, where it has a meaning.
+impl Options<'_> {
+    /// Sets an option of a command that is a number. Each may be given once, where it has a meaning.
     fn set(
         &mut self,
         command: Command,
+        operation: Operation,
         has_quota: bool,
         name: &[u8],
         value: &[u8],
     ) -> Result<(), String> {
         let is = |word: &str| name.eq_ignore_ascii_case(word.as_bytes());
-        let (option, name) = if is("COST") && command != Command::Reset {
+        let (option, name) = if is("COST") && operation.fields().contains(&"cost") {
             (&mut self.cost, "COST")
         } else if is("BURST") && has_quota {
             (&mut self.burst, "BURST")
-        } else if is("AGE") && command == Command::Refund {
+        } else if is("AGE") && operation == Operation::Refund {
             (&mut self.age_ms, "AGE")
+        } else if is("TTL") && matches!(operation, Operation::Acquire | Operation::Reserve) {
+            (&mut self.ttl_ms, "TTL")
         } else {
             let (name, usage) = (shown(name), command.usage());
             return Err(format!("ERR syntax error near '{name}': {usage}"));
@@ -244,10 +299,17 @@ fn throttle<'a>(
     let quota = quotas.get(QuotaNumbers { algorithm, limit, window, burst: Some(burst) })?;
     // A quantity of 0 shows the state, in both projects. One above the capacity is never admitted.
     let is_peek = quantity == 0 || quantity > quota.burst();
-    let action = if is_peek { Action::Peek } else { Action::Acquire };
-    let target = LimitTarget::Throttle(dialect, quota);
-    let (cost, age_ms, with_names) = (Some(quantity), None, false);
-    Ok(CommandQuery { action, key, target, cost, age_ms, with_names, caller: None })
+    let operation = if is_peek { Operation::Peek } else { Operation::Acquire };
+    Ok(CommandQuery {
+        operation,
+        key,
+        target: LimitTarget::Throttle(dialect, quota),
+        cost: Some(quantity),
+        age_ms: None,
+        hold: None,
+        with_names: false,
+        caller: None,
+    })
 }
 
 /// Returns an argument, which the command has, as text.

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesOrdered;
-use tidegate::Action;
 
 use super::RespShared;
 use super::client::Client;
@@ -220,8 +219,7 @@ impl<'a, F: Future<Output = RespReply>> Group<'a, F> {
     fn admits(&self, request: &CommandQuery<'a>) -> bool {
         let Some(pending) = &self.0 else { return true };
         pending.requests.get(request.key).is_none_or(|known| {
-            let is_repeatable = matches!(request.action, Action::Acquire | Action::Peek);
-            is_repeatable && *known == request.identity(pending.requests.hasher())
+            request.is_repeatable() && *known == request.identity(pending.requests.hasher())
         })
     }
 

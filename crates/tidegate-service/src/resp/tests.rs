@@ -14,6 +14,7 @@ use crate::state::ServerState;
 use tidegate_config::Config;
 use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session as _, SessionStep};
 
+mod holds;
 mod tokens;
 
 const POLICIES: &str = "policies:
@@ -354,7 +355,7 @@ fn errors_say_what_would_be_right() {
         ("TG.ACQUIRE per-user ann AGE 1", "-ERR syntax error near 'AGE'", "TG.ACQUIRE policy"),
         ("TG.REFUND per-user ann AGE 999999999999", "-ERR", "the longest time"),
         ("TG.REFUND per-user ann", "-ERR", "TG.REFUND policy key AGE ms"),
-        ("TG.REFUND per-user ann COST 2", "-ERR", "needs the age of its charge"),
+        ("TG.REFUND per-user ann COST 2", "-ERR", "needs the age of its charge, or its id"),
         ("TG.RESET per-user ann COST 1", "-ERR syntax error", "TG.RESET policy key"),
         ("TG.ACQUIRE KEY ann QUOTA", "-ERR wrong number", "QUOTA algorithm limit window"),
         ("TG.ACQUIRE KEY ann QUOTA gcra 1 1s", "-ERR", "token-bucket"),
@@ -405,7 +406,7 @@ fn clients_connect_as_usual() {
         ("CLIENT TRACKING ON OPTIN", "+OK"),
         ("READONLY", "+OK"),
         ("READWRITE", "+OK"),
-        ("COMMAND COUNT", ":23"),
+        ("COMMAND COUNT", ":26"),
         (
             "COMMAND INFO cl.throttle nothing",
             "*2 *10 $11 cl.throttle :-5 *1 +fast :1 :1 :1 *1 +@fast *0 *0 *0 $-1",
@@ -527,6 +528,8 @@ fn fuzz_sessions_answer_any_bytes() {
         "*3\r\n$10\r\nTG.ACQUIRE\r\n$8\r\nper-user\r\n$3\r\nann\r\nPING\r\n",
         "TG.REFUND KEY a QUOTA token-bucket 1 1s BURST 1 COST 1 AGE 1\r\nHELLO 3 AUTH a b\r\n",
         "MULTI\r\nPING\r\nTG.ACQUIRE per-user ann WITHNAMES\r\nEXEC\r\nMULTI\r\nDISCARD\r\n",
+        "TG.RESERVE KEY a QUOTA concurrency 5 ID a TTL 9000\r\nTG.COMMIT per-user ann a 1\r\n",
+        "TG.RENEW KEY a QUOTA fixed-window 1 1s a 9000\r\nTG.REFUND per-user ann ID a\r\n",
         "CL.THROTTLE a 1 2 3 4\r\nTHROTTLE a 1 2 3 4\r\nCOMMAND DOCS\r\nINFO\r\nCLIENT INFO\r\n",
     ];
     let pieces = [
@@ -535,6 +538,12 @@ fn fuzz_sessions_answer_any_bytes() {
         "$3\r\nann\r\n",
         "TG.ACQUIRE ",
         "TG.RESET ",
+        "TG.RESERVE per-user ann ",
+        "TG.COMMIT per-user ann ",
+        "TG.RENEW ",
+        "ID ",
+        "TTL ",
+        "concurrency 5 ",
         "KEY ",
         "QUOTA ",
         "COST ",

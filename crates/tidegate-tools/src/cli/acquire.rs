@@ -4,7 +4,6 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use clap::Args;
 use clap::builder::FalseyValueParser;
 use tidegate::{Action, Charge, Decision, Limiter, MemoryStore, Store};
@@ -14,7 +13,6 @@ use super::quota::QuotaFlags;
 use super::redis::RedisFlags;
 use crate::tool::style;
 use tidegate_api::json;
-use tidegate_config::StoreConfig;
 
 /// Decide from a shell whether a request is allowed now.
 ///
@@ -88,16 +86,9 @@ impl AcquireCommand {
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            match self.redis.apply(StoreConfig::Memory(Box::default()))? {
-                StoreConfig::Memory(_) => {
-                    self.decide(&Limiter::new(MemoryStore::new()), &charge).await
-                }
-                StoreConfig::Redis(redis) => {
-                    self.redis.print_warning();
-                    let builder = redis.with_timeout(self.timeout).builder();
-                    let store = builder.connect().await.context("--redis")?;
-                    self.decide(&Limiter::new(store), &charge).await
-                }
+            match self.redis.connect(self.timeout).await? {
+                None => self.decide(&Limiter::new(MemoryStore::new()), &charge).await,
+                Some(store) => self.decide(&Limiter::new(store), &charge).await,
             }
         })
     }

@@ -72,5 +72,5 @@ impl QuotaFlags {
 
 /// Returns the parser of the name of an algorithm.
 pub(super) fn algorithm_parser() -> impl TypedValueParser<Value = Algorithm> {
-    PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str)).try_map(|name| name.parse())
+    PossibleValuesParser::new(Algorithm::RATES.map(Algorithm::as_str)).try_map(|name| name.parse())
 }

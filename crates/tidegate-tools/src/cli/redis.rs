@@ -1,9 +1,11 @@
 //! Flags of the commands that use Redis.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
+use tidegate::RedisStore;
 
 use crate::tool::style;
 use tidegate_config::{Secret, StoreConfig};
@@ -47,6 +49,18 @@ impl RedisFlags {
             "--redis-password-file is given, but there is no Redis: give --redis URL, or a \
              configuration with one",
         )
+    }
+
+    /// Connects to Redis, for commands without a configuration; `None` without a URL.
+    pub async fn connect(&self, timeout: Duration) -> anyhow::Result<Option<RedisStore>> {
+        match self.apply(StoreConfig::Memory(Box::default()))? {
+            StoreConfig::Memory(_) => Ok(None),
+            StoreConfig::Redis(redis) => {
+                self.print_warning();
+                let builder = redis.with_timeout(timeout).builder();
+                Ok(Some(builder.connect().await.context("--redis")?))
+            }
+        }
     }
 
     /// Returns the file with the password.

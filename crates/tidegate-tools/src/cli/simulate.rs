@@ -222,7 +222,7 @@ impl PolicyFlags {
             Some(name) => current.policies.get(name),
             None => current.policies.iter().next(),
         };
-        let window = varied.map(|policy| policy.quota().window());
+        let window = varied.map(|policy| policy.quota().window()).filter(|it| !it.is_zero());
         let known = KnownPolicies { policies: current.policies.clone(), window };
         let simulation = match &self.what_if {
             Some(file) => Simulation::what_if(current, variants::load("--what-if", file)?),

@@ -100,6 +100,11 @@ impl SimulationReport {
         }
         writeln!(output)?;
         self.policies().write(output)?;
+        let tallies = self.runs.iter().flat_map(|run| &run.counts.policies);
+        if tallies.into_iter().any(|tally| tally.quota.is_concurrency()) {
+            let reason = "the ends of the requests are not known";
+            writeln!(output, "Units in flight are released at once, because {reason}.")?;
+        }
         self.write_heaviest_keys(output)?;
         self.write_comparison(output)
     }
@@ -345,7 +350,8 @@ fn policy_json(tally: &PolicyTally) -> Value {
         "mode": if tally.is_shadow { "shadow" } else { "enforce" },
         "algorithm": tally.quota.algorithm().as_str(),
         "limit": tally.quota.limit(),
-        "window_ms": millis(duration::micros(tally.quota.window())),
+        "window_ms": (!tally.quota.is_concurrency())
+            .then(|| millis(duration::micros(tally.quota.window()))),
         "burst": tally.quota.burst(),
         "requests": tally.requests,
         "admitted": tally.admitted,
@@ -396,6 +402,9 @@ pub(super) fn shown(text: &str, max_characters: usize) -> String {
 }
 
 pub(super) fn limit(quota: &Quota) -> String {
+    if quota.is_concurrency() {
+        return format!("{} in flight", grouped(quota.limit()));
+    }
     let window = readable(quota.window());
     let burst = match quota.burst() {
         burst if burst == quota.limit() => String::new(),

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::FutureExt as _;
 use tidegate::{
-    Attributes, ClientIp, Limiter, MemoryStore, PolicyDecisions, PolicyLimiter, Query, QueryError,
+    Action, Attributes, ClientIp, Hold, Limiter, MemoryStore, PolicyDecisions, PolicyLimiter,
+    Query, QueryError,
 };
 
 use super::clock::VirtualClock;
@@ -85,6 +86,11 @@ impl VariantRun {
         }
         self.counts.record(now, &result);
         // The time of the response is unknown: it follows its request at once.
+        let held = result.as_ref().ok().and_then(PolicyDecisions::hold);
+        if let Some(hold) = held.map(|(hold, _)| Hold::clone(hold)) {
+            let end = Query::attributes(&attributes).with_hold(hold).with_cost(0);
+            let _ = self.limiter.decide(Action::Commit, end).now_or_never();
+        }
         if let (Ok(decisions), Some(status)) = (&result, request.status()) {
             let refunds = decisions.refunded_on(status);
             if !refunds.is_empty() {

@@ -170,7 +170,7 @@ impl PolicyTally {
             u128::from(units) * u128::from(worst.limit)
                 > u128::from(worst.units) * u128::from(limit)
         });
-        if is_worst {
+        if is_worst && !quota.is_concurrency() {
             self.worst = Some(WorstWindow { units, limit, key: key.to_owned(), time: now });
         }
         let expires_at = now.saturating_add(lifetime(quota));

@@ -94,7 +94,7 @@ impl Variant {
             let changes = QuotaChanges { algorithm: Some(algorithm), ..QuotaChanges::default() };
             copy.with_changes(Some(&name), changes)
         };
-        Algorithm::ALL.into_iter().map(variant).collect()
+        Algorithm::RATES.into_iter().map(variant).collect()
     }
 }
 

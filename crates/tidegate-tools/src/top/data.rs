@@ -170,8 +170,17 @@ pub(super) struct LookupResult {
     pub(super) allowed: Option<bool>,
     pub(super) remaining: Option<u64>,
     pub(super) retry_after_ms: Option<u64>,
+    pub(super) reset_after_ms: Option<u64>,
+    pub(super) in_flight: Option<InFlight>,
     pub(super) reason: Option<String>,
     pub(super) error: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct InFlight {
+    pub(super) units: u64,
+    pub(super) first_end_ms: Option<u64>,
 }
 
 fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(

@@ -218,12 +218,20 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<ScreenLine> {
             (None, _) => (style::ALLOWED, "allowed"),
         };
         let mut items = vec![(state_style, state.to_owned())];
-        if let (Some(remaining), Some(all)) = (result.remaining, result.capacity.or(result.limit)) {
-            let (remaining, all) = (grouped(remaining), grouped(all));
-            items.push((PLAIN, format!("{remaining} of {all} left")));
-        }
-        if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
-            items.push((PLAIN, format!("free in {}", text::duration(wait))));
+        let all = result.capacity.or(result.limit).map(grouped);
+        if let (Some(in_flight), Some(all)) = (&result.in_flight, &all) {
+            items.push((PLAIN, format!("{} of {all} in flight", grouped(in_flight.units))));
+            let ends = [("first", in_flight.first_end_ms), ("last", result.reset_after_ms)];
+            for (name, end) in ends {
+                if let Some(end) = end.filter(|end| *end > 0) {
+                    items.push((PLAIN, format!("{name} ends in {}", text::duration(end))));
+                }
+            }
+        } else if let (Some(remaining), Some(all)) = (result.remaining, &all) {
+            items.push((PLAIN, format!("{} of {all} left", grouped(remaining))));
+            if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
+                items.push((PLAIN, format!("free in {}", text::duration(wait))));
+            }
         }
         if let Some(key) = result.key.as_ref().filter(|key| **key != lookup.key) {
             items.push((DIM, format!("counted as {key}")));

@@ -12,12 +12,13 @@
 --
 -- general.lua includes this file.
 -- inputs
--- luacheck: read globals block_count count expiry from header is_time keys now read
+-- luacheck: read globals block_count count expiry from header hold_count is_time keys now read
 -- luacheck: read globals unpack_struct whole
 -- outputs
 -- luacheck: globals all_fit charges
 
-local HISTORY, MAX_LENGTH, position = 86400000000, 31622400000000, 81 + 48 * count
+local HISTORY, MAX_LENGTH = 86400000000, 31622400000000
+local position = 81 + 48 * count + 56 * hold_count
 for i = 1, block_count do
   local at, steps = unpack_struct('<dd', header, position)
   local lengths = {unpack_struct('<' .. string.rep('d', steps), header, position + 16)}

@@ -65,8 +65,8 @@ impl Parameters {
         Self { count_denied, ..self }
     }
 
-    /// Returns the numbers of a quota with blocks, whose acquires no fast path decides.
-    pub(crate) fn with_blocks(self) -> Self {
+    /// Returns the numbers of a quota whose acquires no fast path decides.
+    pub(crate) fn without_fast_path(self) -> Self {
         Self { fast_burst: 0, narrow_burst: 0, narrow_capacity: 0, ..self }
     }
 

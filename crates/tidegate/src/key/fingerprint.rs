@@ -50,6 +50,8 @@ pub(crate) struct Fingerprint {
 }
 
 impl Fingerprint {
+    /// The lowest one.
+    pub(crate) const MIN: Self = Self { high: 0, low: 0 };
     /// The fingerprint of an empty slot, which no key has.
     pub(crate) const NONE: Self = Self { high: u64::MAX, low: u64::MAX };
 

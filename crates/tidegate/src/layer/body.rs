@@ -9,6 +9,8 @@ use http::HeaderMap;
 use http_body::{Frame, SizeHint};
 use pin_project_lite::pin_project;
 
+use crate::policy::RequestLease;
+
 pin_project! {
     /// Body of a response: that of the inner service, or of a response of the layer itself.
     ///
@@ -46,6 +48,8 @@ pin_project! {
     pub struct Body<B> {
         #[pin]
         kind: Kind<B>,
+        // Units that the request holds until this body has ended.
+        lease: Option<RequestLease>,
     }
 }
 
@@ -77,16 +81,20 @@ impl<B> Body<B> {
     }
 
     pub(super) fn of_service(body: B) -> Self {
-        Self { kind: Kind::Service { body } }
+        Self { kind: Kind::Service { body }, lease: None }
     }
 
     /// Creates the body of a gRPC call, whose status is in its trailers.
     pub(super) fn of_call(body: B, on_trailers: OnTrailers) -> Self {
-        Self { kind: Kind::Call { body, on_trailers: Some(on_trailers) } }
+        Self { kind: Kind::Call { body, on_trailers: Some(on_trailers) }, lease: None }
     }
 
     pub(super) fn of_layer(bytes: Bytes) -> Self {
-        Self { kind: Kind::Layer { bytes } }
+        Self { kind: Kind::Layer { bytes }, lease: None }
+    }
+
+    pub(super) fn with_lease(self, lease: Option<RequestLease>) -> Self {
+        Self { lease, ..self }
     }
 
     /// Returns the length of a body of the layer.
@@ -97,6 +105,8 @@ impl<B> Body<B> {
         }
     }
 }
+
+type FrameResult<B> = Result<Frame<<B as http_body::Body>::Data>, <B as http_body::Body>::Error>;
 
 impl<B> http_body::Body for Body<B>
 where
@@ -110,7 +120,36 @@ where
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
-        match self.project().kind.project() {
+        let this = self.project();
+        let mut kind = this.kind;
+        let frame = ready!(kind.as_mut().poll_frame(context));
+        // With the last frame, so that the client's next request finds the units released.
+        let is_data = matches!(&frame, Some(Ok(frame)) if frame.is_data());
+        if this.lease.is_some() && (!is_data || kind.is_end_stream()) {
+            *this.lease = None;
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.kind.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.kind {
+            Kind::Service { body } | Kind::Call { body, .. } => body.size_hint(),
+            Kind::Layer { bytes } => SizeHint::with_exact(bytes.len() as u64),
+        }
+    }
+}
+
+impl<B> Kind<B>
+where
+    B: http_body::Body,
+    B::Data: From<Bytes>,
+{
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<FrameResult<B>>> {
+        match self.project() {
             Projected::Service { body } => body.poll_frame(context),
             Projected::Call { body, on_trailers } => {
                 let frame = ready!(body.poll_frame(context));
@@ -130,16 +169,9 @@ where
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.kind {
-            Kind::Service { body } | Kind::Call { body, .. } => body.is_end_stream(),
-            Kind::Layer { bytes } => bytes.is_empty(),
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match &self.kind {
-            Kind::Service { body } | Kind::Call { body, .. } => body.size_hint(),
-            Kind::Layer { bytes } => SizeHint::with_exact(bytes.len() as u64),
+        match self {
+            Self::Service { body } | Self::Call { body, .. } => body.is_end_stream(),
+            Self::Layer { bytes } => bytes.is_empty(),
         }
     }
 }

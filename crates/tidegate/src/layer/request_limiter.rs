@@ -71,7 +71,7 @@ impl Default for HeaderSwitches {
 ///         parts: &'a Parts,
 ///     ) -> Result<Progress<'a>, QueryError> {
 ///         let request = RequestParts::new(parts, None, &self.client_ip);
-///         snapshot.start(Action::Acquire, Query::attributes(&request))
+///         snapshot.start(Action::Acquire, Query::attributes(&request).with_lease())
 ///     }
 ///
 ///     async fn finish<'a>(
@@ -118,6 +118,9 @@ pub trait RequestLimiter: Clone + Send + Sync + 'static {
 
     /// Decides a request by its head and, if it is allowed, takes the units. The body has not been
     /// read. A decision that waits for the store is completed by [`finish`](Self::finish).
+    ///
+    /// A query [with a lease](crate::Query::with_lease) holds what the request has in flight; without
+    /// it, units in flight are held until their holds end.
     ///
     /// An empty [`PolicyDecisions`] means that no limit applies. An error becomes the response of
     /// [`RateLimitLayer::on_error`](super::RateLimitLayer::on_error).

@@ -54,6 +54,8 @@ pub struct QuotaRequestLimiter<S = MemoryStore> {
     pub(super) policy: Option<String>,
     pub(super) key: KeySelector,
     pub(super) on_store_failure: OnStoreFailure,
+    /// Limit of requests in flight, beside the quota.
+    pub(super) in_flight: Option<Quota>,
     missing_key_logged: Arc<AtomicBool>,
     options: RequestOptions,
 }
@@ -128,6 +130,8 @@ pub struct RequestOptions {
     pub(super) peer: Arc<PeerFn>,
     pub(super) client_ip: Arc<ClientIp>,
     pub(super) cost: Option<Arc<CostFn>>,
+    /// Whether the layer settles the cost when the response is there.
+    pub(super) settles_cost: bool,
 }
 
 /// Gate with [`RequestOptions`]. Sealed: only [`QuotaRequestLimiter`] and [`PolicyRequestLimiter`]
@@ -144,7 +148,7 @@ pub trait ConfigureRequest: RequestLimiter {
 impl Default for RequestOptions {
     fn default() -> Self {
         let peer = |parts: &Parts| parts.extensions.get::<Peer>().map(|Peer(address)| *address);
-        Self { peer: Arc::new(peer), client_ip: Arc::default(), cost: None }
+        Self { peer: Arc::new(peer), client_ip: Arc::default(), cost: None, settles_cost: false }
     }
 }
 
@@ -156,6 +160,11 @@ impl RequestOptions {
     fn cost(&self, parts: &Parts) -> Option<u64> {
         self.cost.as_ref().map(|cost| cost(parts))
     }
+
+    /// Lets the request hold its units until its response has ended.
+    fn with_lease<'a, 'q>(&self, query: Query<'a, 'q>) -> Query<'a, 'q> {
+        if self.settles_cost { query.with_settled_cost() } else { query.with_lease() }
+    }
 }
 
 impl<S: Store> QuotaRequestLimiter<S> {
@@ -166,6 +175,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
             policy: None,
             key: KeySelector::All,
             on_store_failure: OnStoreFailure::default(),
+            in_flight: None,
             missing_key_logged: Arc::default(),
             options: RequestOptions::default(),
         }
@@ -212,9 +222,18 @@ impl<S: Store> QuotaRequestLimiter<S> {
                 .with_on_store_failure(self.on_store_failure)
         }))
     }
+
+    /// Returns the charge of the same key on the limit of requests in flight.
+    fn in_flight<'a>(&'a self, quota: &'a Quota, key: Cow<'a, str>) -> PreparedCharge<'a> {
+        let policy = match &self.policy {
+            Some(policy) => Cow::Owned(format!("{policy}-in-flight")),
+            None => Cow::Borrowed(quota.default_policy_name()),
+        };
+        PreparedCharge::new(policy, key, quota).with_on_store_failure(self.on_store_failure)
+    }
 }
 
-impl<S: Store, O: Observer> PolicyRequestLimiter<S, O> {
+impl<S: Store, O: Observer + Clone + 'static> PolicyRequestLimiter<S, O> {
     pub(super) fn new(limiter: PolicyLimiter<S, O>) -> Self {
         Self { limiter, options: RequestOptions::default() }
     }
@@ -226,10 +245,18 @@ impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
     fn snapshot(&self) {}
 
     fn start<'a>(&'a self, (): &'a (), parts: &'a Parts) -> Result<Progress<'a>, QueryError> {
-        match self.charge(parts)? {
-            Some(charge) => self.limiter.start(Action::Acquire, Query::charge(charge)),
-            None => Ok(Progress::Decided(PolicyDecisions::default())),
-        }
+        let Some(charge) = self.charge(parts)? else {
+            return Ok(Progress::Decided(PolicyDecisions::default()));
+        };
+        let query = match &self.in_flight {
+            None => Query::charge(charge),
+            Some(quota) => {
+                let key = Cow::Owned(charge.key().unwrap_or_default().to_owned());
+                let in_flight = self.in_flight(quota, key);
+                Query::prepared(vec![charge, in_flight])
+            }
+        };
+        self.limiter.start(Action::Acquire, self.options.with_lease(query))
     }
 
     async fn finish<'a>(
@@ -265,7 +292,8 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLi
             return Err(SelectError::Path(PathError::DotSegment).into());
         }
         let request = self.options.request_parts(parts);
-        self.limiter.start(Action::Acquire, Query::attributes(&request).with_cost(cost))
+        let query = self.options.with_lease(Query::attributes(&request).with_cost(cost));
+        self.limiter.start(Action::Acquire, query)
     }
 
     async fn finish<'a>(
@@ -307,6 +335,7 @@ impl<S> Clone for QuotaRequestLimiter<S> {
             policy: self.policy.clone(),
             key: self.key.clone(),
             on_store_failure: self.on_store_failure,
+            in_flight: self.in_flight.clone(),
             missing_key_logged: Arc::clone(&self.missing_key_logged),
             options: self.options.clone(),
         }

@@ -126,6 +126,12 @@ impl<'a> Denial<'a> {
             let key = self.denied_by.missing_key().unwrap_or("the key");
             return format!("the request lacks {key}, by which policy {name:?} counts: send it");
         };
+        if quota.is_concurrency() {
+            let limit = quota.limit();
+            return format!(
+                "policy {name:?} allows {limit} in flight: try again when one has ended"
+            );
+        }
         let (limit, window, wait) =
             (quota.limit(), seconds(quota.window()), seconds(self.retry_after()).max(1));
         format!("policy {name:?} allows {limit} in {window} s: try again in {wait} s")

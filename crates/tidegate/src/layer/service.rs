@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header};
 use tokio::runtime::Handle;
 use tower_service::Service;
 
@@ -17,7 +17,7 @@ use super::headers::RenderedHeaders;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
 use super::{LayerState, grpc};
-use crate::policy::{PolicyDecisions, Progress, QueryError, Waiting};
+use crate::policy::{PolicyDecisions, Progress, QueryError, RequestLease, Waiting, whole_number};
 
 /// Service that passes admitted requests to the inner service.
 ///
@@ -187,7 +187,7 @@ async fn call_admitted<S, G, B, R>(
     snapshot: &G::Snapshot,
     mut decisions: PolicyDecisions<'_>,
     mut ready: S,
-    (parts, body): (Parts, B),
+    (mut parts, body): (Parts, B),
 ) -> Result<Response<Body<R>>, S::Error>
 where
     S: Service<Request<B>, Response = Response<R>> + Clone,
@@ -201,6 +201,10 @@ where
         drop(std::mem::replace(&mut ready, clone));
         decisions = wait_for_turn(shared, snapshot, decisions).await;
     }
+    let lease = decisions.lease().cloned();
+    if let Some(lease) = &lease {
+        parts.extensions.insert(lease.clone());
+    }
     let result = async {
         if is_delayed {
             poll_fn(|context| ready.poll_ready(context)).await?;
@@ -213,9 +217,12 @@ where
         refund(shared, snapshot, refunds).await;
     }
     let mut response = result?;
+    if let Some(lease) = &lease {
+        response = shared.settle(lease, response).await;
+    }
     shared.headers(snapshot, &decisions).add_to(response.headers_mut());
     if status.is_some() || (shared.refund_on.is_none() && !decisions.awaits_status()) {
-        return Ok(response.map(Body::of_service));
+        return Ok(response.map(|body| Body::of_service(body).with_lease(lease)));
     }
     let (shared, snapshot) = (Arc::clone(shared), snapshot.clone());
     let decisions = decisions.into_owned();
@@ -226,7 +233,7 @@ where
             runtime.spawn(async move { shared.limiter.refund(&snapshot, &refunds).await });
         }
     }));
-    Ok(response.map(|body| Body::of_call(body, on_trailers)))
+    Ok(response.map(|body| Body::of_call(body, on_trailers).with_lease(lease)))
 }
 
 /// Returns the status by which to refund a request; `None` for a gRPC call that has it in its
@@ -258,7 +265,20 @@ impl<G: RequestLimiter> LayerState<G> {
         self.refund_on.is_none()
             && decisions.is_allowed()
             && decisions.delay().is_zero()
+            && decisions.lease().is_none()
             && !decisions.awaits_status()
+    }
+
+    /// Settles the units that the response has used.
+    async fn settle<R>(&self, lease: &RequestLease, response: Response<R>) -> Response<R> {
+        let (parts, body) = response.into_parts();
+        let units = self.settle.as_ref().and_then(|settle| settle(&parts));
+        let used = |header: Option<&str>| match header {
+            Some(name) => number_in(&parts.headers, name),
+            None => units,
+        };
+        lease.settle(used).await;
+        Response::from_parts(parts, body)
     }
 
     /// Returns the decisions of a request that is admitted, or the response to any other.
@@ -299,6 +319,13 @@ impl<G: RequestLimiter> LayerState<G> {
         };
         Some(refunds).filter(|refunds| !refunds.is_empty())
     }
+}
+
+/// Returns the number in a header, if it is one whole number.
+fn number_in(headers: &HeaderMap, name: &str) -> Option<u64> {
+    let mut values = headers.get_all(name).iter();
+    let value = values.next().filter(|_| values.next().is_none())?;
+    whole_number(value.to_str().ok()?.trim())
 }
 
 /// Returns whether this is a CORS preflight request.

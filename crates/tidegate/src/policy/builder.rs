@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::{
-    AttributeNames, Cost, DEFAULT_IPV6_PREFIX, MissingKey, Mode, PathRules, Policy, PolicyError,
-    ShowKeys, StatusSet,
+    AttributeNames, Cost, DEFAULT_IPV6_PREFIX, MissingKey, Mode, OnResponse, PathRules, Policy,
+    PolicyError, ShowKeys, StatusSet, on_response,
 };
 use crate::charge::OnStoreFailure;
 use crate::quota::Quota;
@@ -45,6 +45,7 @@ pub struct PolicyBuilder {
     unless: Vec<Vec<(String, Vec<String>)>>,
     key: Vec<String>,
     limits: Option<(String, Vec<(String, Quota)>)>,
+    lanes: Option<LaneParts>,
     overrides: Vec<(Vec<String>, Quota)>,
     cost: Cost,
     missing_key: MissingKey,
@@ -52,7 +53,11 @@ pub struct PolicyBuilder {
     on_store_failure: OnStoreFailure,
     show_keys: Option<ShowKeys>,
     refund_on: Option<Vec<String>>,
+    settled_by: Option<String>,
 }
+
+/// An attribute, the percentages of its values, and that of any other value.
+type LaneParts = (String, Vec<(String, u64)>, u64);
 
 /// Part of a policy that is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,10 +76,14 @@ pub enum PolicyPart {
     Override(usize),
     /// The limits by the values of an attribute.
     Limits,
+    /// The lanes.
+    Lanes,
     /// The cost.
     Cost,
     /// The statuses of responses whose requests are refunded.
     RefundOn,
+    /// The response header that has the units which were used.
+    SettledBy,
 }
 
 fn strings(texts: impl IntoIterator<Item = impl Into<String>>) -> Vec<String> {
@@ -94,6 +103,7 @@ impl PolicyBuilder {
             unless: Vec::new(),
             key: Vec::new(),
             limits: None,
+            lanes: None,
             overrides: Vec::new(),
             cost: Cost::Fixed(1),
             missing_key: MissingKey::default(),
@@ -101,6 +111,7 @@ impl PolicyBuilder {
             on_store_failure: OnStoreFailure::default(),
             show_keys: None,
             refund_on: None,
+            settled_by: None,
         }
     }
 
@@ -253,6 +264,38 @@ impl PolicyBuilder {
         self
     }
 
+    /// Keeps the last part of the limit for important requests: the count is the same for all, and
+    /// requests with these values of an attribute fill it to a percentage only. `other` is that of
+    /// requests without the attribute or with another value.
+    ///
+    /// ```
+    /// use std::collections::BTreeMap;
+    /// use std::time::Duration;
+    /// use tidegate::{Policy, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let policy = Policy::builder("api", Quota::token_bucket(100, Duration::from_secs(1))?)
+    ///     .lanes("header.x-priority", [("low", 80), ("normal", 95)], 100)
+    ///     .build()?;
+    ///
+    /// let request = BTreeMap::from([("header.x-priority".to_owned(), "low".to_owned())]);
+    /// let selection = policy.select(&request, None)?;
+    /// let burst = selection.charges[0].quota().map(Quota::burst);
+    /// assert_eq!(burst, Some(80));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn lanes(
+        mut self,
+        attribute: impl Into<String>,
+        values: impl IntoIterator<Item = (impl Into<String>, u64)>,
+        other: u64,
+    ) -> Self {
+        let values = values.into_iter().map(|(value, percent)| (value.into(), percent));
+        self.lanes = Some((attribute.into(), values.collect(), other));
+        self
+    }
+
     /// Sets another quota for one key, given by the values of its attributes in their order. It
     /// comes before [`limits`](Self::limits). If the key is `ip` alone, the value may be a network:
     /// each of its addresses has a count of its own, and the longest network around an address
@@ -300,13 +343,41 @@ impl PolicyBuilder {
         self
     }
 
+    /// Settles the units of a request by this header of its response. The cost is reserved before
+    /// the request. When the response is there, the difference to the number in the header returns
+    /// to the time of the charge; more than was reserved is charged, even beyond the limit. Without
+    /// the header, or if it is not one whole number, the reserved units stay.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tidegate::{Cost, Policy, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let name = "header.x-max-tokens".to_owned();
+    /// let tokens = Policy::builder("tokens", Quota::sliding_log(100_000, Duration::from_secs(60))?)
+    ///     .key(["header.x-user-id"])
+    ///     .cost(Cost::Attribute { name, default: 2_000, max: 8_000 })
+    ///     .settled_by("x-tokens-used")
+    ///     .build()?;
+    /// assert_eq!(tokens.settled_by(), Some("x-tokens-used"));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The Tower layer (feature `tower`) and the gateway do this. Any other caller charges the cost,
+    /// unless it asks for a [lease](crate::Query::with_lease).
+    pub fn settled_by(mut self, response_header: impl Into<String>) -> Self {
+        self.settled_by = Some(response_header.into());
+        self
+    }
+
     /// Validates the parts and creates the policy.
     ///
     /// # Errors
     ///
     /// The first invalid part: the name, an attribute that is unknown or malformed, a condition
-    /// without patterns, a key with two overrides, a cost that no quota could admit, or
-    /// a text that is not a status.
+    /// without patterns, a key with two overrides, a cost that no quota could admit, a text that is
+    /// not a status, or one that is not the name of a header.
     pub fn build(self) -> Result<Policy, PolicyError> {
         self.build_parts().map_err(|(_, error)| error)
     }
@@ -337,13 +408,23 @@ impl PolicyBuilder {
         if let Some((attribute, values)) = self.limits {
             policy.set_limits(&attribute, values).map_err(of(PolicyPart::Limits))?;
         }
+        if let Some((attribute, values, other)) = self.lanes {
+            policy.set_lanes(&attribute, values, other).map_err(of(PolicyPart::Lanes))?;
+        }
         policy.set_cost(self.cost).map_err(of(PolicyPart::Cost))?;
         policy.set_missing_key(self.missing_key);
         policy.set_mode(self.mode);
         policy.set_on_store_failure(self.on_store_failure);
         policy.show_keys = self.show_keys;
         let statuses = self.refund_on.map(|texts| StatusSet::new(&texts)).transpose();
-        policy.refund_on = statuses.map_err(of(PolicyPart::RefundOn))?.map(Arc::new);
+        let refund_on = statuses.map_err(of(PolicyPart::RefundOn))?;
+        let header = self.settled_by.map(|name| on_response::header_name(&name)).transpose();
+        let settled_by = header.map_err(of(PolicyPart::SettledBy))?;
+        if settled_by.is_some() && policy.quota().is_concurrency() {
+            return Err((PolicyPart::SettledBy, PolicyError::SettledInFlight));
+        }
+        policy.on_response = (refund_on.is_some() || settled_by.is_some())
+            .then(|| Arc::new(OnResponse { refund_on, settled_by }));
         Ok(policy)
     }
 }

@@ -3,11 +3,12 @@
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
-use super::{Enforcement, PreparedCharge};
+use super::{Enforcement, PreparedCharge, RequestLease, StatusSet};
 use crate::charge::Charge;
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::headers::PolicyState;
+use crate::hold::{Hold, HoldState, HoldStatus};
 use crate::quota::Quota;
 use crate::store::Action;
 
@@ -73,10 +74,12 @@ pub struct PolicyDecisions<'a> {
     /// Time just before the first call, by the store's clock.
     pub(super) asked_at: Timestamp,
     pub(super) entries: Entries<'a>,
+    pub(super) lease: Option<RequestLease>,
 }
 
 /// Entries of a request. A single one, as of nearly every request, needs no allocation.
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "most requests have one, without an allocation")]
 pub(super) enum Entries<'a> {
     One(PolicyDecision<'a>),
     Several(Vec<PolicyDecision<'a>>),
@@ -187,6 +190,35 @@ impl<'a> PolicyDecisions<'a> {
         self.entries.iter()
     }
 
+    /// Returns the hold of the request: its id, and its state in the limit that ends first, or that
+    /// is not settled. Limits in shadow mode only count if no limit is enforced. `None` if the
+    /// request holds nothing, such as a reservation that is denied.
+    #[must_use]
+    pub fn hold(&self) -> Option<(&Hold, HoldState)> {
+        let states = self.entries.iter().filter_map(|entry| Some((entry, entry.decision.hold?)));
+        let (_, state) = states.min_by_key(|(entry, state)| {
+            // Of an acquire that is settled at once, a renewal extends only units in flight.
+            let is_of_rate = !entry.quota().is_some_and(Quota::is_concurrency);
+            let is_rate_renewal = entry.action() == Action::Renew && is_of_rate;
+            let rank = match state.status {
+                HoldStatus::Ended | HoldStatus::Unknown => 0,
+                HoldStatus::Pending => 1,
+                HoldStatus::Held | HoldStatus::Replayed | HoldStatus::Settled => 2,
+            };
+            let expires_after = state.expires_after();
+            (entry.is_shadow(), is_rate_renewal, rank, expires_after.is_zero(), expires_after)
+        })?;
+        let hold = self.entries.iter().find_map(|entry| entry.charge.hold())?;
+        Some((hold, state))
+    }
+
+    /// Returns what the request holds until its response has ended, if the query asked for
+    /// [a lease](super::Query::with_lease).
+    #[must_use]
+    pub fn lease(&self) -> Option<&RequestLease> {
+        self.lease.as_ref()
+    }
+
     /// Returns whether no limit applies.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -228,7 +260,7 @@ impl<'a> PolicyDecisions<'a> {
             Entries::One(entry) => Entries::One(owned(entry)),
             Entries::Several(entries) => Entries::Several(entries.into_iter().map(owned).collect()),
         };
-        PolicyDecisions { asked_at: self.asked_at, entries }
+        PolicyDecisions { asked_at: self.asked_at, entries, lease: self.lease }
     }
 
     /// Returns the decisions of the policies that [refund](super::PolicyBuilder::refund_on) a
@@ -236,24 +268,29 @@ impl<'a> PolicyDecisions<'a> {
     /// [`PolicyLimiter::refund`](crate::PolicyLimiter::refund). Empty for a denied request.
     pub fn refunded_on(&self, status: u16) -> Self {
         let refunds = |entry: &&PolicyDecision<'_>| {
-            entry.charge.refund_on().is_some_and(|statuses| statuses.contains(status))
+            refund_on(entry).is_some_and(|statuses| statuses.contains(status))
         };
         let is_allowed = self.is_allowed();
         let entries = self.entries.iter().filter(|entry| is_allowed && refunds(entry)).cloned();
-        Self { asked_at: self.asked_at, entries: Entries::Several(entries.collect()) }
+        let entries = Entries::Several(entries.collect());
+        Self { asked_at: self.asked_at, entries, lease: self.lease.clone() }
     }
 
     /// Returns whether a status may refund the request.
     #[cfg(feature = "tower")]
     pub(crate) fn awaits_status(&self) -> bool {
-        self.entries.iter().any(|entry| entry.charge.refund_on().is_some())
+        self.entries.iter().any(|entry| refund_on(entry).is_some())
     }
 
     /// Iterates over the charges that return the units of this request, as far as any of them still
-    /// count at `now`.
+    /// count at `now`. Units in flight return when their lease ends.
     pub(super) fn refunds(&self, now: Timestamp) -> impl Iterator<Item = Charge<'_>> {
         let is_allowed = self.is_allowed();
-        let taken = self.entries.iter().filter(move |entry| is_allowed && entry.took_units());
+        let is_leased = |entry: &PolicyDecision<'_>| {
+            self.lease.is_some() && entry.quota().is_some_and(Quota::is_concurrency)
+        };
+        let is_taken = move |entry: &&PolicyDecision<'_>| entry.took_units() && !is_leased(entry);
+        let taken = self.entries.iter().filter(move |entry| is_allowed && is_taken(entry));
         taken.filter_map(move |entry| {
             entry.charge.charge()?.to_refund(&entry.decision, self.asked_at, now)
         })
@@ -271,6 +308,11 @@ impl<'a, 'd> IntoIterator for &'d PolicyDecisions<'a> {
     fn into_iter(self) -> Self::IntoIter {
         self.entries.iter()
     }
+}
+
+/// Returns the statuses of responses that return the units of a limit.
+fn refund_on<'d>(entry: &'d PolicyDecision<'_>) -> Option<&'d StatusSet> {
+    entry.charge.on_response()?.refund_on.as_ref()
 }
 
 /// Returns whether the decisions so far deny the request.
@@ -337,6 +379,12 @@ impl<'a> PolicyDecision<'a> {
         self.charge.cost()
     }
 
+    /// Returns the hold of the request.
+    #[must_use]
+    pub fn hold(&self) -> Option<&Hold> {
+        self.charge.hold()
+    }
+
     /// Returns the action that was decided.
     #[must_use]
     pub fn action(&self) -> Action {
@@ -380,7 +428,10 @@ impl<'a> PolicyDecision<'a> {
     /// never denies.
     #[must_use]
     pub fn is_denied(&self) -> bool {
-        let is_decision = !matches!(self.action(), Action::Refund | Action::Reset);
+        let is_decision = !matches!(
+            self.action(),
+            Action::Refund | Action::Reset | Action::Commit | Action::Renew
+        );
         is_decision && (self.charge.exceeds_capacity() || (self.decided && !self.decision.allowed))
     }
 
@@ -412,6 +463,16 @@ impl<'a> PolicyDecision<'a> {
         remaining.saturating_add(units).min(self.quota().map_or(0, Quota::burst))
     }
 
+    /// Takes the store's decision on a charge whose cost may have been capped.
+    pub(super) fn set_capped(&mut self, mut decision: Decision) {
+        if self.charge.exceeds_capacity() {
+            // The store was asked for the burst, not for the whole cost.
+            decision.retry_after = decision.retry_after.max(decision.reset_after);
+            decision.allowed = false;
+        }
+        self.set(decision);
+    }
+
     /// Takes the store's decision on a peek that replaced an acquire, because nothing is to be
     /// taken yet. `counts_spend`: the decision counts the units as taken, because all charges of
     /// its call fit.
@@ -419,11 +480,6 @@ impl<'a> PolicyDecision<'a> {
         if counts_spend {
             decision.remaining = self.remaining_without(decision.remaining);
         }
-        if self.charge.exceeds_capacity() {
-            // The store was asked for the burst, not for the whole cost.
-            decision.retry_after = decision.retry_after.max(decision.reset_after);
-            decision.allowed = false;
-        }
-        self.set(decision);
+        self.set_capped(decision);
     }
 }

@@ -50,6 +50,26 @@ pub enum PolicyError {
     /// A value has two limits.
     #[error("the value {0:?} has two limits")]
     LimitTwice(String),
+    /// A value has two lanes.
+    #[error("the value {0:?} has two lanes: write it once, not twice")]
+    LaneTwice(String),
+    /// A lane has no valid part of the limit.
+    #[error("a lane has from 1% to 100% of the limit, not {0}%")]
+    LanePercent(u64),
+    /// A lane of a small limit has less than one unit.
+    #[error("a lane of {percent}% of the limit {limit} has less than one unit: raise one of them")]
+    EmptyLane {
+        /// Percentage of the lane.
+        percent: u64,
+        /// Limit, or burst, of one of the quotas.
+        limit: u64,
+    },
+    /// Lanes and counted denials do not fit together.
+    #[error("lanes cannot be used with count_denied: denials of one lane would fill the others")]
+    LaneCountsDenied,
+    /// Lanes and blocks do not fit together.
+    #[error("lanes cannot be used with block_for: a denial of one lane would block the others")]
+    LaneBlocks,
     /// The cost could never be admitted.
     #[error("cost {cost} can never be admitted: the quota admits at most {most} at once")]
     Cost {
@@ -78,6 +98,15 @@ pub enum PolicyError {
          such as 2xx"
     )]
     Status(String),
+    /// A text cannot be the name of a response header.
+    #[error("{0:?} is not the name of a response header: write one such as x-tokens-used")]
+    ResponseHeader(String),
+    /// Units in flight are settled by a response.
+    #[error(
+        "a policy of concurrency is not settled by a response: its units are released when the \
+         response has ended"
+    )]
+    SettledInFlight,
     /// The name of an attribute is unknown or malformed.
     #[error(transparent)]
     Attribute(#[from] AttributeError),
@@ -110,6 +139,13 @@ pub enum QueryError {
         "a limit counts by ip, but the address of the peer is unknown: configure the layer's `peer`"
     )]
     UnknownPeer,
+}
+
+impl QueryError {
+    /// Returns whether a call that failed may have made the charges.
+    pub(super) fn may_have_run(&self) -> bool {
+        matches!(self, Self::Store(error) if error.may_have_run())
+    }
 }
 
 impl From<Error> for QueryError {

@@ -79,8 +79,12 @@ impl Policy {
                 let missing = self.missing_attribute(request).map_or("", KeySource::as_str);
                 (false, format!("key: the request has no {missing}"))
             }
-            Ok(Some((_, quota, reason))) => {
+            Ok(Some((_, quota, reason, 100))) => {
                 (true, format!("{reason}; the limit is {}", quota.limit()))
+            }
+            Ok(Some((_, quota, reason, percent))) => {
+                let limit = quota.limit();
+                (true, format!("{reason}; the limit is {limit}, of which its lane has {percent}%"))
             }
         }
     }

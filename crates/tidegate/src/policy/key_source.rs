@@ -395,7 +395,7 @@ fn check_form(name: &str) -> Result<(), AttributeError> {
 }
 
 /// Whether RFC 9110 allows the character in a token.
-fn is_token(character: char) -> bool {
+pub(super) fn is_token(character: char) -> bool {
     character.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(character)
 }
 

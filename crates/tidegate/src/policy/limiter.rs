@@ -10,11 +10,13 @@ use super::decisions::Entries;
 use super::key_source::shown;
 use super::query::QueryTarget;
 use super::{
-    Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query,
-    QueryError, Selection,
+    Attributes, LeaseScope, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge,
+    Query, QueryError, RequestLease, Selection,
 };
 use crate::clock::Timestamp;
+use crate::hold::Hold;
 use crate::limiter::Limiter;
+use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store};
 
@@ -66,13 +68,14 @@ pub struct Waiting<'a> {
     action: Action,
     decisions: PolicyDecisions<'a>,
     span: Span,
+    lease: Option<LeaseScope>,
 }
 
 impl Waiting<'_> {
     /// Copies the borrowed parts, so that it outlives its request and its policies.
     pub fn into_owned(self) -> Waiting<'static> {
-        let Self { action, decisions, span } = self;
-        Waiting { action, decisions: decisions.into_owned(), span }
+        let Self { action, decisions, span, lease } = self;
+        Waiting { action, decisions: decisions.into_owned(), span, lease }
     }
 
     /// Creates the span of the decision, if a subscriber wants it.
@@ -220,10 +223,10 @@ impl<S: Store> PolicyLimiter<S> {
     }
 }
 
-impl<S: Store, O: Observer> PolicyLimiter<S, O> {
+impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     /// Sets the observer.
     #[must_use]
-    pub fn with_observer<P: Observer>(self, observer: P) -> PolicyLimiter<S, P> {
+    pub fn with_observer<P: Observer + Clone + 'static>(self, observer: P) -> PolicyLimiter<S, P> {
         let Self { limiter, policies, timeout, .. } = self;
         PolicyLimiter { limiter, policies, observer, timeout }
     }
@@ -298,19 +301,28 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     ) -> Result<Progress<'a>, QueryError> {
         // Also a lower bound on the time of the charges, for refunds: the clock is read once.
         let asked_at = self.limiter.store().clock().now();
-        let on_span = query.on_span;
+        let (on_span, hold, lease) = (query.on_span, query.hold.clone(), query.lease);
         let prepared = self.prepare(action, query);
-        let entries = prepared.inspect_err(|error| self.observer.failed(action, error))?;
+        let mut entries = prepared.inspect_err(|error| self.observer.failed(action, error))?;
+        if hold.is_some() || entries.iter().any(|entry| needs_hold(entry, lease)) {
+            set_hold(&mut entries, hold, lease);
+        }
         let mut waiting = Waiting {
             action,
-            decisions: PolicyDecisions { asked_at, entries },
+            decisions: PolicyDecisions { asked_at, entries, lease: None },
             span: Span::none(),
+            lease,
         };
         if LevelFilter::current() >= LevelFilter::DEBUG {
             waiting.enter_span(on_span);
         }
         if waiting.span.is_disabled() && self.decide_now(&mut waiting.decisions.entries, action)? {
-            return Ok(Progress::Decided(self.decided(action, waiting.decisions)));
+            let mut decisions = self.decided(action, waiting.decisions);
+            if let Some(scope) = lease.filter(|_| decisions.is_allowed()) {
+                let lease = RequestLease::new(self, &decisions.entries, scope);
+                decisions.lease = lease.filter(|lease| lease.keep(&decisions));
+            }
+            return Ok(Progress::Decided(decisions));
         }
         Ok(Progress::Waiting(waiting))
     }
@@ -320,11 +332,18 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &self,
         waiting: Waiting<'a>,
     ) -> Result<PolicyDecisions<'a>, QueryError> {
-        let Waiting { action, mut decisions, span } = waiting;
+        let Waiting { action, mut decisions, span, lease } = waiting;
+        // Before the answer, so that a cancelled request is released, too.
+        let lease = lease.and_then(|scope| RequestLease::new(self, &decisions.entries, scope));
         let decided = self.decide_entries(&mut decisions.entries);
         let decided = decided.instrument(span.clone()).await.map_err(QueryError::from);
-        decided.inspect_err(|error| self.observer.failed(action, error))?;
-        let decisions = self.decided(action, decisions);
+        if let Err(error) = decided {
+            self.observer.failed(action, &error);
+            lease.iter().filter(|_| !error.may_have_run()).for_each(RequestLease::clear);
+            return Err(error);
+        }
+        let mut decisions = self.decided(action, decisions);
+        decisions.lease = lease.filter(|lease| lease.keep(&decisions));
         span.record("allowed", decisions.is_allowed());
         if let Some(denial) = decisions.denied_by() {
             span.record("denied_by", denial.policy());
@@ -429,14 +448,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
     }
 
-    /// Gives a refund the quota of refunds, if the policy has several.
+    /// Gives a refund, or an action on a hold, the quota of refunds, if the policy has several.
     #[inline]
     fn with_quota_of<'a>(
         &'a self,
         action: Action,
         charge: PreparedCharge<'a>,
     ) -> PreparedCharge<'a> {
-        if action != Action::Refund {
+        if !matches!(action, Action::Refund | Action::Commit | Action::Renew) {
             return charge;
         }
         let Some(policy) = self.policies.get(charge.policy()) else { return charge };
@@ -448,6 +467,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// effort: an unrefunded unit expires with its window. Nothing is returned for a denied
     /// request, or for units that no longer count.
     pub async fn refund(&self, decisions: &PolicyDecisions<'_>) {
+        if let Some(lease) = &decisions.lease {
+            lease.forget_refunded(decisions);
+        }
         let now = self.limiter.store().clock().now();
         let charges: Vec<_> = decisions.refunds(now).collect();
         let succeeded = self.refund_charges(&charges).await;
@@ -502,6 +524,41 @@ impl<S, O: Clone> Clone for PolicyLimiter<S, O> {
     }
 }
 
+#[inline]
+fn counts_in_flight(entry: &PolicyDecision<'_>) -> bool {
+    entry.charge.quota().is_some_and(Quota::is_concurrency)
+}
+
+/// Returns whether the charge gets a hold, if the query has none: it counts units in flight, or the
+/// lease of the request includes it.
+#[inline]
+fn needs_hold(entry: &PolicyDecision<'_>, lease: Option<LeaseScope>) -> bool {
+    entry.action() == Action::Acquire
+        && entry.charge.hold().is_none()
+        && (counts_in_flight(entry) || lease.is_some_and(|scope| scope.includes(&entry.charge)))
+}
+
+/// Gives all charges of a request this hold, or those that need one a random hold. Units in flight
+/// are not settled at once.
+#[cold]
+fn set_hold(
+    entries: &mut [PolicyDecision<'_>],
+    hold: Option<Arc<Hold>>,
+    lease: Option<LeaseScope>,
+) {
+    let is_given = hold.is_some();
+    let random = if lease.is_some() { Hold::lease } else { Hold::random };
+    let hold = hold.unwrap_or_else(|| Arc::new(random()));
+    for entry in entries.iter_mut().filter(|entry| is_given || needs_hold(entry, lease)) {
+        let of_entry = if counts_in_flight(entry) && hold.is_settled() {
+            Arc::new(hold.unsettled())
+        } else {
+            Arc::clone(&hold)
+        };
+        entry.charge.set_hold(of_entry);
+    }
+}
+
 /// Returns the names of the limits, separated by commas, up to [`MAX_TRACED_NAMES`]. A limit that
 /// applies several times is named once.
 fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
@@ -522,7 +579,6 @@ fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quota::Quota;
 
     #[test]
     fn traced_names_are_unique_and_bounded() {

@@ -9,6 +9,7 @@ use super::decisions::is_denied;
 use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::{Clock, Timestamp};
+use crate::hold::HoldStatus;
 use crate::join::join_all;
 use crate::limiter::Error;
 use crate::store::{Action, Store, StoreError};
@@ -19,7 +20,7 @@ struct Deadline {
     calls: usize,
 }
 
-impl<S: Store, O: Observer> PolicyLimiter<S, O> {
+impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     /// Decides every entry. Entries in shadow mode that fail stay undecided.
     pub(super) async fn decide_entries(
         &self,
@@ -40,12 +41,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
     }
 
-    /// Decides in this order: reports and resets; peeks that can deny the request before any units
-    /// are taken; the enforced acquires, all or nothing; the others, such as refunds, one by one.
+    /// Decides in this order: reports, resets, commits and renewals; peeks that can deny the request
+    /// before any units are taken; the enforced acquires, all or nothing; the others, such as
+    /// refunds, one by one.
     async fn decide_jointly(&self, entries: &mut [PolicyDecision<'_>]) -> Result<(), Error> {
         let mut deadline = Deadline { at: self.deadline(), calls: 0 };
         let asked_at = self.limiter().store().clock().now();
-        for action in [Action::Report, Action::Reset] {
+        for action in [Action::Report, Action::Reset, Action::Commit, Action::Renew] {
             let belongs =
                 |entry: &PolicyDecision<'_>| entry.action() == action && !entry.is_shadow();
             // They are independent of each other, so a repeated count, or more than one call can
@@ -86,7 +88,32 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         if result.is_err() || is_denied(entries) {
             self.compensate(entries, &charged, asked_at).await;
         }
+        self.skip_new_limits(entries, asked_at).await;
         result
+    }
+
+    /// Takes back what a commit has reported to limits that do not know the id, if another one does:
+    /// they are newer than the reservation.
+    async fn skip_new_limits(&self, entries: &mut [PolicyDecision<'_>], asked_at: Timestamp) {
+        let status = |entry: &PolicyDecision<'_>| {
+            let hold = entry.decision.hold.filter(|_| entry.action() == Action::Commit);
+            hold.map(|hold| hold.status)
+        };
+        let is_new = |entry: &PolicyDecision<'_>| status(entry) == Some(HoldStatus::Unknown);
+        if !entries.iter().any(|entry| status(entry).is_some() && !is_new(entry)) {
+            return;
+        }
+        for entry in entries.iter_mut().filter(|entry| is_new(entry)) {
+            let Some(charge) = entry.charge.charge() else { continue };
+            let charge = charge.without_hold().with_charged_at(asked_at);
+            if charge.cost() > 0 && !charge.quota().is_concurrency() {
+                if !self.refund_charges(&[charge]).await {
+                    continue;
+                }
+                entry.decision.remaining = entry.remaining_without(entry.decision.remaining);
+            }
+            entry.decision.hold = None;
+        }
     }
 
     /// Decides the undecided entries that `belongs` selects in one call, each count once, and
@@ -117,7 +144,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             if action == Action::Peek && entry.action() == Action::Acquire {
                 entry.set_peeked(decision, all_fit);
             } else {
-                entry.set(decision);
+                entry.set_capped(decision);
             }
         }
         Ok(positions)
@@ -152,7 +179,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 Ok(false)
             }
             Ok(decision) => {
-                entry.set(decision);
+                entry.set_capped(decision);
                 Ok(action == Action::Acquire && decision.allowed)
             }
             // A shadow policy must not fail the request; one that would reject it, shows so.
@@ -175,11 +202,18 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         charged: &[usize],
         asked_at: Timestamp,
     ) {
+        // An earlier request has made the charge of a repeated one.
+        let is_repeated = |position: usize| {
+            let hold = entries[position].decision.hold;
+            hold.is_some_and(|hold| hold.status == HoldStatus::Replayed)
+        };
+        let charged: Vec<usize> =
+            charged.iter().copied().filter(|position| !is_repeated(*position)).collect();
         let refunds = charged.iter().filter_map(|position| entries[*position].charge.charge());
         let refunds: Vec<_> = refunds.map(|charge| charge.with_charged_at(asked_at)).collect();
         if self.refund_charges(&refunds).await {
             for position in charged {
-                let entry = &mut entries[*position];
+                let entry = &mut entries[position];
                 entry.decision.remaining = entry.remaining_without(entry.decision.remaining);
             }
         }
@@ -189,18 +223,19 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// Each is a call of its own: if one fails, a fallback must know which units were returned.
     pub(super) async fn refund_charges(&self, charges: &[Charge<'_>]) -> bool {
         let mut deadline = Deadline { at: self.deadline(), calls: 1 };
-        let quota = |charge: &Charge<'_>| {
-            let policy = self.policies().get(charge.policy());
-            policy.filter(|it| it.limits().is_some()).map(|it| it.quotas.of_refund(charge.key()))
-        };
-        let charges: Vec<Charge<'_>> = charges
-            .iter()
-            .map(|charge| quota(charge).map_or(*charge, |quota| charge.with_quota(quota)))
-            .collect();
+        let charges = charges.iter().map(|charge| self.with_quota_of_refund(charge));
+        let charges: Vec<Charge<'_>> = charges.collect();
         let refunds = charges.iter().map(|charge| self.limiter().decide(Action::Refund, charge));
         let joined = async { join_all(refunds).await.into_iter().collect::<Result<Vec<_>, _>>() };
         let refunded = self.with_deadline(&mut deadline, joined, |error| Err(error.into())).await;
         refunded.inspect_err(|error| tracing::debug!(%error, "refund failed")).is_ok()
+    }
+
+    /// Gives a charge the quota by which its units are returned, if its policy has several.
+    pub(super) fn with_quota_of_refund<'b>(&'b self, charge: &Charge<'b>) -> Charge<'b> {
+        let policy = self.policies().get(charge.policy()).filter(|it| it.has_several_quotas());
+        let quota = policy.map(|policy| policy.quotas.of_refund(charge.key()));
+        quota.map_or(*charge, |quota| charge.with_quota(quota))
     }
 
     /// Awaits a call, at most until the deadline. After that, `fall_back` decides.

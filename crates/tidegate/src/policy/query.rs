@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use tracing::Span;
 
-use super::{Attributes, KeySource, Mode, Policy, StatusSet};
+use super::{Attributes, KeySource, LeaseScope, Mode, OnResponse, Policy};
 use crate::charge::{Charge, OnStoreFailure};
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
+use crate::hold::Hold;
 use crate::quota::Quota;
 use crate::store::Action;
 
@@ -55,6 +56,8 @@ pub struct Query<'a, 'q> {
     pub(super) charged_at: Timestamp,
     pub(super) metric_name: Option<&'a str>,
     pub(super) on_span: Option<&'q (dyn Fn(&Span) + Sync)>,
+    pub(super) hold: Option<Arc<Hold>>,
+    pub(super) lease: Option<LeaseScope>,
 }
 
 /// Limits that a query is about.
@@ -68,7 +71,15 @@ pub(super) enum QueryTarget<'a, 'q> {
 
 impl<'a, 'q> Query<'a, 'q> {
     fn new(target: QueryTarget<'a, 'q>) -> Self {
-        Self { target, cost: None, charged_at: Timestamp::ZERO, metric_name: None, on_span: None }
+        Self {
+            target,
+            cost: None,
+            charged_at: Timestamp::ZERO,
+            metric_name: None,
+            on_span: None,
+            hold: None,
+            lease: None,
+        }
     }
 
     /// Asks one policy, by its name and the value of its key. The conditions of the policy are not
@@ -122,6 +133,54 @@ impl<'a, 'q> Query<'a, 'q> {
     #[must_use]
     pub fn with_charged_at(mut self, charged_at: Timestamp) -> Self {
         self.charged_at = charged_at;
+        self
+    }
+
+    /// Sets the hold of all limits that apply: an acquire becomes a reservation, which a commit of
+    /// the same query and hold settles. Prepared charges have their own holds.
+    ///
+    /// An acquire without a hold gets a [random one](Hold::random) if one of its limits is
+    /// `concurrency`; [`PolicyDecisions::hold`](super::PolicyDecisions::hold) returns it.
+    #[must_use]
+    pub fn with_hold(mut self, hold: impl Into<Arc<Hold>>) -> Self {
+        self.hold = Some(hold.into());
+        self
+    }
+
+    /// Holds the units in flight, and those that the response settles
+    /// ([`settled_by`](crate::PolicyBuilder::settled_by)), as long as the decisions live, or a clone
+    /// of their [lease](super::PolicyDecisions::lease). For an acquire by a front door that sees the
+    /// response; other units are charged as always. See [`RequestLease`](crate::RequestLease).
+    ///
+    /// ```
+    /// use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyLimiter, Query, Quota};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let exports = Policy::builder("exports", Quota::concurrency(1)?).build()?;
+    /// let policies = Policies::new(vec![exports])?;
+    /// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+    /// let export = || limiter.acquire(Query::policy("exports", "customer-7").with_lease());
+    ///
+    /// let first = export().await?;
+    /// assert!(first.is_allowed());
+    /// assert!(!export().await?.is_allowed());
+    /// drop(first);
+    /// assert!(export().await?.is_allowed());
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn with_lease(mut self) -> Self {
+        self.lease = self.lease.or(Some(LeaseScope::Needed));
+        self
+    }
+
+    /// Holds the units of all limits, for a caller that [settles](crate::RequestLease::settle)
+    /// them when it knows the response.
+    #[must_use]
+    pub fn with_settled_cost(mut self) -> Self {
+        self.lease = Some(LeaseScope::All);
         self
     }
 
@@ -201,6 +260,7 @@ pub struct PreparedCharge<'a> {
     enforcement: Enforcement,
     on_store_failure: OnStoreFailure,
     caps_cost: bool,
+    hold: Option<Arc<Hold>>,
     /// Boxed, because every charge is moved several times, and few have it.
     rare: Option<Box<RarePart>>,
 }
@@ -209,7 +269,7 @@ pub struct PreparedCharge<'a> {
 #[derive(Debug, Clone)]
 enum RarePart {
     Fixed(FixedDecision),
-    RefundOn(Arc<StatusSet>),
+    OnResponse(Arc<OnResponse>),
 }
 
 /// Decision that needs no store.
@@ -226,6 +286,11 @@ enum QuotaRef<'a> {
     Borrowed(&'a Quota),
     /// Boxed, because a quota is large and rarely owned.
     Owned(Box<Quota>),
+    /// A part of a quota, for the decision only: units are reported and returned by the whole.
+    Lane {
+        whole: &'a Quota,
+        lane: Box<Quota>,
+    },
     /// A limit of 0, which no quota has.
     Zero,
 }
@@ -245,6 +310,7 @@ impl<'a> PreparedCharge<'a> {
             enforcement: Enforcement::Enforce,
             on_store_failure: OnStoreFailure::default(),
             caps_cost: false,
+            hold: None,
             rare: None,
         }
     }
@@ -314,10 +380,30 @@ impl<'a> PreparedCharge<'a> {
         charge.cost = cost;
         charge.enforcement = policy.mode().into();
         charge.on_store_failure = policy.on_store_failure();
-        if let Some(statuses) = &policy.refund_on {
-            charge.rare = Some(Box::new(RarePart::RefundOn(Arc::clone(statuses))));
+        if let Some(on_response) = &policy.on_response {
+            charge.rare = Some(Box::new(RarePart::OnResponse(Arc::clone(on_response))));
         }
         charge
+    }
+
+    /// Creates the commit of a charge, which has a hold, at the units that were used.
+    pub(super) fn commit_of(charge: Charge<'a>, used: u64) -> Self {
+        Self {
+            cost: used,
+            action: Action::Commit,
+            on_store_failure: charge.on_store_failure(),
+            hold: charge.hold().map(|hold| Arc::new(hold.clone())),
+            ..Self::new(charge.policy(), charge.key(), charge.quota())
+        }
+    }
+
+    /// Restricts it to a part of its quota. A cost above that part is denied.
+    pub(super) fn in_lane(mut self, percent: u64) -> Self {
+        if let QuotaRef::Borrowed(whole) = self.quota {
+            self.quota = QuotaRef::Lane { whole, lane: Box::new(whole.lane(percent)) };
+            self.caps_cost |= self.cost <= whole.burst();
+        }
+        self
     }
 
     pub(super) fn with_quota(mut self, quota: &'a Quota) -> Self {
@@ -355,11 +441,28 @@ impl<'a> PreparedCharge<'a> {
         self
     }
 
-    /// Denies an acquire of more than the quota's burst, instead of returning an error.
+    /// Denies an acquire or a peek of more than the quota's burst, instead of returning an error.
     #[must_use]
     pub fn with_capped_cost(mut self) -> Self {
         self.caps_cost = true;
         self
+    }
+
+    /// Sets the hold, for a reservation and its commit.
+    #[must_use]
+    pub fn with_hold(mut self, hold: impl Into<Arc<Hold>>) -> Self {
+        self.hold = Some(hold.into());
+        self
+    }
+
+    pub(super) fn set_hold(&mut self, hold: Arc<Hold>) {
+        self.hold = Some(hold);
+    }
+
+    /// Returns the hold.
+    #[must_use]
+    pub fn hold(&self) -> Option<&Hold> {
+        self.hold.as_deref()
     }
 
     /// Sets how a denial affects the request; [`Enforcement::Enforce`] by default.
@@ -407,6 +510,8 @@ impl<'a> PreparedCharge<'a> {
         match &self.quota {
             QuotaRef::Borrowed(quota) => Some(quota),
             QuotaRef::Owned(quota) => Some(quota),
+            QuotaRef::Lane { lane, .. } if self.action.is_all_or_nothing() => Some(lane),
+            QuotaRef::Lane { whole, .. } => Some(whole),
             QuotaRef::Zero => None,
         }
     }
@@ -447,12 +552,16 @@ impl<'a> PreparedCharge<'a> {
     #[must_use]
     pub fn charge(&self) -> Option<Charge<'_>> {
         let quota = self.quota()?;
-        let capped = self.caps_cost && self.action == Action::Acquire;
+        let capped = self.caps_cost && self.action.is_all_or_nothing();
         let cost = if capped { self.cost.min(quota.burst()) } else { self.cost };
         let charge = Charge::new(&self.key, quota).with_policy(&self.policy).with_cost(cost);
         let charge = charge.with_charged_at(self.charged_at);
         let charge = charge.with_unknown_time_allowed(self.allows_unknown_time);
-        Some(charge.with_on_store_failure(self.on_store_failure))
+        let charge = charge.with_on_store_failure(self.on_store_failure);
+        Some(match &self.hold {
+            None => charge,
+            Some(hold) => charge.with_hold(hold),
+        })
     }
 
     /// Returns the decision that needs no store.
@@ -460,26 +569,27 @@ impl<'a> PreparedCharge<'a> {
     pub(super) fn fixed(&self) -> Option<&FixedDecision> {
         match self.rare.as_deref()? {
             RarePart::Fixed(fixed) => Some(fixed),
-            RarePart::RefundOn(_) => None,
+            RarePart::OnResponse(_) => None,
         }
     }
 
-    /// Returns the statuses of responses that return the units.
+    /// Returns what becomes of the units when the response is there.
     #[inline]
-    pub(super) fn refund_on(&self) -> Option<&StatusSet> {
+    pub(super) fn on_response(&self) -> Option<&Arc<OnResponse>> {
         match self.rare.as_deref()? {
             RarePart::Fixed(_) => None,
-            RarePart::RefundOn(statuses) => Some(statuses),
+            RarePart::OnResponse(on_response) => Some(on_response),
         }
     }
 
-    /// Returns whether an acquire with a capped cost can never be admitted.
+    /// Returns whether an acquire, or a peek, with a capped cost can never be admitted.
     pub(super) fn exceeds_capacity(&self) -> bool {
-        self.action == Action::Acquire
-            && match self.quota() {
-                None => true,
-                Some(quota) => self.caps_cost && self.cost > quota.burst(),
+        match self.quota() {
+            None => self.action == Action::Acquire,
+            Some(quota) => {
+                self.caps_cost && self.action.is_all_or_nothing() && self.cost > quota.burst()
             }
+        }
     }
 
     pub(super) fn has_same_count(&self, other: &Self) -> bool {
@@ -491,6 +601,8 @@ impl<'a> PreparedCharge<'a> {
         let quota = match self.quota {
             QuotaRef::Borrowed(quota) => QuotaRef::Owned(Box::new(quota.clone())),
             QuotaRef::Owned(quota) => QuotaRef::Owned(quota),
+            QuotaRef::Lane { lane, .. } if self.action.is_all_or_nothing() => QuotaRef::Owned(lane),
+            QuotaRef::Lane { whole, .. } => QuotaRef::Owned(Box::new(whole.clone())),
             QuotaRef::Zero => QuotaRef::Zero,
         };
         PreparedCharge {
@@ -505,6 +617,7 @@ impl<'a> PreparedCharge<'a> {
             enforcement: self.enforcement,
             on_store_failure: self.on_store_failure,
             caps_cost: self.caps_cost,
+            hold: self.hold,
             rare: self.rare,
         }
     }

@@ -422,7 +422,7 @@ impl Policy {
         cost: Option<u64>,
     ) -> Result<(), SelectError> {
         let shadow = self.mode == Mode::Shadow;
-        let (key, quota, reason) = match self.count_of(request) {
+        let (key, quota, reason, percent) = match self.count_of(request) {
             Ok(Some(count)) => count,
             Ok(None) => {
                 selection.missing_key.push(self);
@@ -445,21 +445,24 @@ impl Policy {
         if matches!(reason, QuotaReason::Other(_)) {
             selection.other_limit.push(self);
         }
-        let cost = cost.unwrap_or_else(|| self.cost_of(request, quota));
+        let part = quota.burst() * percent / 100;
+        let cost = cost.unwrap_or_else(|| self.cost_of(request, part));
         if selection.charges.is_empty() {
             // Charges are large, and a request rarely has more than two.
             selection.charges.reserve_exact(2);
         }
-        selection.charges.push(PreparedCharge::of_policy(self, key, quota, cost));
+        let charge = PreparedCharge::of_policy(self, key, quota, cost);
+        selection.charges.push(if percent == 100 { charge } else { charge.in_lane(percent) });
         Ok(())
     }
 
-    /// Returns the key that a request counts under and its quota; `None` if it lacks the key.
+    /// Returns the key that a request counts under, its quota, and the percentage of it that the
+    /// request may fill; `None` if it lacks the key.
     #[inline]
     pub(super) fn count_of(
         &self,
         request: &RequestValues<'_>,
-    ) -> Result<Option<(String, &Quota, QuotaReason<'_>)>, SelectError> {
+    ) -> Result<Option<(String, &Quota, QuotaReason<'_>, u64)>, SelectError> {
         let ambiguous = |source| self.ambiguous(source);
         let Some(key) = self.key_of(request).map_err(ambiguous)? else { return Ok(None) };
         if let Err(reason) = Key::new(&key) {
@@ -467,7 +470,11 @@ impl Policy {
             return Err(SelectError::Key { policy, attributes, reason });
         }
         let (quota, reason) = self.quotas.of_request(request, &key).map_err(ambiguous)?;
-        Ok(Some((key, quota, reason)))
+        let percent = match &self.lanes {
+            None => 100,
+            Some(lanes) => lanes.percent_of(request).map_err(ambiguous)?,
+        };
+        Ok(Some((key, quota, reason, percent)))
     }
 
     /// Returns whether this policy limits every client whose requests `other` applies to.
@@ -486,7 +493,7 @@ impl Policy {
         self.mode == Mode::Enforce
             && counts_all
             && self.unless.is_empty()
-            && self.refund_on.is_none()
+            && self.on_response.is_none()
             && self.conditions.iter().all(covers)
     }
 
@@ -515,7 +522,7 @@ impl Policy {
         self.unless.iter().position(|group| group.iter().all(meets))
     }
 
-    fn cost_of(&self, request: &RequestValues<'_>, quota: &Quota) -> u64 {
+    fn cost_of(&self, request: &RequestValues<'_>, max_cost: u64) -> u64 {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { name, default, max } => {
@@ -524,7 +531,7 @@ impl Policy {
                     .get(name)
                     .and_then(|value| whole_number(value.trim_matches([' ', '\t'])))
                     .filter(|units| *units > 0);
-                units.map_or(*default, |units| units.min(*max).min(quota.burst()))
+                units.map_or(*default, |units| units.min(*max).min(max_cost))
             }
         }
     }
@@ -569,7 +576,7 @@ fn chosen_by_clients(conditions: &[Condition]) -> Option<&KeySource> {
 }
 
 /// Parses an integer. One that is too large saturates.
-fn whole_number(text: &str) -> Option<u64> {
+pub(crate) fn whole_number(text: &str) -> Option<u64> {
     text.parse().map_or_else(
         |error: ParseIntError| (*error.kind() == IntErrorKind::PosOverflow).then_some(u64::MAX),
         Some,

@@ -53,6 +53,27 @@ fn invalid_parts_are_errors_whatever_their_order() {
 }
 
 #[test]
+fn lanes_have_at_least_one_unit() {
+    let lanes = |percent| policy("a").key(["header.u"]).lanes("header.p", [("low", percent)], 100);
+    assert!(lanes(10).build().is_ok());
+    assert!(error(lanes(9)).contains("a lane of 9% of the limit 10 has less than one unit"));
+    assert!(error(lanes(9).override_for(["k"], quota(1_000))).contains("limit 10"));
+    assert!(error(lanes(50).override_for(["k"], quota(1))).contains("limit 1 has"));
+    assert!(error(lanes(0)).contains("not 0%"));
+    assert!(error(lanes(101)).contains("not 101%"));
+    assert!(error(policy("a").lanes("path", [("/", 50)], 100)).contains("cannot be chosen by"));
+    assert!(error(policy("a").lanes("header.p", [("x", 50), (" x", 60)], 100)).contains("twice"));
+    let log = Quota::sliding_log(10, Duration::from_secs(60)).expect("valid");
+    let counting = Policy::builder("a", log.with_count_denied(true).expect("valid"));
+    assert!(error(counting.lanes("header.p", [("low", 50)], 100)).contains("count_denied"));
+    let blocking = quota(10).with_block_for(&[Duration::from_secs(60)]).expect("valid");
+    let blocking = Policy::builder("a", blocking).lanes("header.p", [("low", 50)], 100);
+    assert!(error(blocking).contains("block_for"));
+    assert!(error(lanes(50).cost(Cost::Fixed(6))).contains("at most 5"), "never in its lane");
+    assert!(lanes(50).cost(Cost::Fixed(5)).build().is_ok());
+}
+
+#[test]
 fn attributes_may_be_declared_after_their_use() {
     let policy = policy("a").key(["tenant"]).matches("plan", ["gold"]);
     assert!(policy.attributes(["tenant", "plan"]).build().is_ok());

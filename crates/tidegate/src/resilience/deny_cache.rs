@@ -172,7 +172,7 @@ impl<S: SharedStore> DenyCacheCore<S> {
     /// Returns the query for a request, or `None` if its denial may not be repeated.
     fn query(&self, action: Action, charges: &[Charge<'_>]) -> Option<CacheQuery> {
         let is_cacheable = matches!(action, Action::Acquire | Action::Peek)
-            && !charges.iter().any(|charge| charge.quota().count_denied());
+            && !charges.iter().any(may_be_free_earlier);
         is_cacheable.then(|| {
             let now = self.now();
             // Before the versions: a poll changes versions first, and makes entries fresh then.
@@ -247,6 +247,12 @@ impl<S: SharedStore> DenyCacheCore<S> {
         self.versions.change_all();
         self.table.clear();
     }
+}
+
+/// Returns whether a denial may end before its wait, or the charge was admitted before.
+fn may_be_free_earlier(charge: &Charge<'_>) -> bool {
+    let quota = charge.quota();
+    charge.hold().is_some() || quota.count_denied() || quota.releases_holds()
 }
 
 /// Changes the versions of the counts of a call when the call ends, which drops their entries. It

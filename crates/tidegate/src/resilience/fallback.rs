@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 
+use self::holds::PendingCommits;
 use self::ledger::{Claims, Debt, DebtLedger};
 use self::outage::OutageState;
 use super::fleet::{Fleet, Heartbeat};
@@ -26,6 +27,7 @@ use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Outcome, SharedStore, Store, StoreError, collect_independent};
 
+mod holds;
 mod ledger;
 mod local;
 mod outage;
@@ -46,6 +48,10 @@ mod outage;
 ///   locally, whether the store fails or not. Any other refund is made in the store, and returns
 ///   its error.
 /// * A report is recorded locally in full, and is a debt, too.
+/// * A [hold](crate::Hold) of a local decision is settled locally. A commit that the store cannot
+///   make is made when it has recovered, as long as it remembers the hold; until then its state is
+///   [`Pending`](crate::HoldStatus::Pending). Units in flight are limited to this instance's share, and
+///   are not a debt: with those that the store holds, up to twice the limit is in flight.
 /// * A reset also deletes the local count and the debt. If the store fails, the reset returns its
 ///   error, because the store's count still exists.
 /// * [`StoreError::Full`] is the error of a memory store, which another memory store does not help:
@@ -96,6 +102,7 @@ struct FallbackCore<S> {
     local: MemoryStore,
     fleet: Fleet,
     ledger: Arc<DebtLedger>,
+    pending_commits: PendingCommits,
     outage: OutageState,
     counters: FallbackCounters,
 }
@@ -191,6 +198,7 @@ impl<S: SharedStore> Builder<S> {
             local: self.local.unwrap_or_default(),
             fleet,
             ledger: Arc::new(DebtLedger::new(self.max_pending_debits)),
+            pending_commits: PendingCommits::default(),
             outage: OutageState::new(),
             counters: FallbackCounters::default(),
         };
@@ -272,7 +280,9 @@ impl<S: SharedStore> FallbackCore<S> {
     ) -> Result<Vec<Decision>, StoreError> {
         match (action, charges) {
             (Action::Acquire | Action::Peek, _) => self.settle_and_decide(action, charges).await,
-            (Action::Refund, [charge]) => Ok(vec![self.refund(charge).await?]),
+            (Action::Refund, [charge]) if charge.hold().is_none() => {
+                Ok(vec![self.refund(charge).await?])
+            }
             _ => self.store.decide_all(action, charges).await,
         }
     }
@@ -290,6 +300,11 @@ impl<S: SharedStore> FallbackCore<S> {
         };
         if claims.debts.is_empty() {
             return self.store.decide_all(action, charges).await;
+        }
+        // The hold of a charge would have the units of the debt, too.
+        if claims.debts.iter().any(|claim| charges[claim.charge_index].hold().is_some()) {
+            drop(claims);
+            return self.decide_without_store(action, charges);
         }
         let mut with_debts = charges.to_vec();
         let mut fits = true;
@@ -409,7 +424,10 @@ impl<S: SharedStore> FallbackCore<S> {
         let quota = charge.quota();
         let share = match quota.algorithm() {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.share(charge),
-            Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => None,
+            Algorithm::SlidingLog
+            | Algorithm::SlidingCounter
+            | Algorithm::FixedWindow
+            | Algorithm::Concurrency => None,
         };
         let slower = share.map(|share| quota.scaled_to(share.limit(), quota.burst()));
         // A bucket with the longest drain time has no slower one of the same capacity.
@@ -464,6 +482,9 @@ impl<S: SharedStore> Store for Fallback<S> {
             let charges = std::slice::from_ref(charge);
             if action == Action::Reset {
                 inner.reset_local(charge);
+            }
+            if inner.holds_locally(action, charge) {
+                return inner.decide_local_hold(action, charge);
             }
             let decided = if inner.ledger.is_empty() {
                 inner.store.decide(action, charge).await

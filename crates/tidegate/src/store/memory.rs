@@ -20,6 +20,7 @@ use self::blocks::Blocks;
 pub use self::builder::Builder;
 use self::capacity::{Capacity, Reservation};
 use self::context::ChargeContext;
+use self::holds::Holds;
 use self::shard::Shard;
 use self::state::{MAX_TIME, StoredCounter, Usage};
 use self::table::Table;
@@ -40,6 +41,7 @@ mod capacity;
 mod context;
 mod eviction;
 mod group;
+mod holds;
 mod logs;
 mod shard;
 mod state;
@@ -52,7 +54,10 @@ macro_rules! by_counter {
         match $quota.algorithm() {
             Algorithm::SlidingLog => $self.$method::<SlidingLog>($($argument),*),
             Algorithm::SlidingCounter => $self.$method::<SlidingCounter>($($argument),*),
-            Algorithm::FixedWindow => $self.$method::<FixedWindow>($($argument),*),
+            // Units in flight are decided by their holds, before a counter is chosen.
+            Algorithm::FixedWindow | Algorithm::Concurrency => {
+                $self.$method::<FixedWindow>($($argument),*)
+            }
             Algorithm::TokenBucket | Algorithm::LeakyBucket if $quota.fits_64_bits() => {
                 $self.$method::<Bucket<u64>>($($argument),*)
             }
@@ -110,6 +115,7 @@ pub struct MemoryStore {
     clock: StoreClock,
     capacity: Capacity,
     blocks: Blocks,
+    holds: Holds,
 }
 
 /// The clock of a store. The system clock, which nearly every store has, is called without dynamic
@@ -122,7 +128,8 @@ enum StoreClock {
 
 impl StoreClock {
     /// Returns the time in microseconds, limited to the latest time of a state.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "holds call it, too, but every decision does")]
     fn now(&self) -> u64 {
         match self {
             Self::System(clock) => clock.now(),
@@ -238,7 +245,18 @@ impl MemoryStore {
         charge: &Charge<'_>,
         check: impl FnOnce() -> Result<(), ChargeError>,
     ) -> Result<Decision, StoreError> {
+        if charge.hold().is_some() {
+            return self.decide_extended(action, charge);
+        }
         by_counter!(charge.quota().parameters(), self.decide_as(action, charge, check))
+    }
+
+    /// Decides a charge that has a hold, or whose quota has blocks or releases holds.
+    #[cold]
+    #[inline(never)]
+    fn decide_extended(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let decisions = self.decide_all_now(action, std::slice::from_ref(charge))?;
+        Ok(decisions[0])
     }
 
     /// Decides an acquire of an existing key, which is nearly every call, on a fast path, and
@@ -285,7 +303,10 @@ impl MemoryStore {
             let must_grow = plan.spend > 0 && counter.growth(quota, now).is_some();
             // Keep the critical section short: if a copy is cheap, compute the decision from it
             // after the lock is released.
-            let copy = counter.try_copy().ok_or_else(|| plan.decision(&counter, quota, now));
+            let copy = match counter.try_copy() {
+                Some(copy) => Ok(copy),
+                None => Err(plan.decision(&counter, quota, now)),
+            };
             if plan.written && !must_grow {
                 let allocated = counter.allocated();
                 counter.spend(quota, now, plan.spend);
@@ -307,8 +328,11 @@ impl MemoryStore {
             }
             table.sweep(now, &self.capacity);
             drop(table);
-            let decision =
-                copy.map_or_else(|decision| decision, |copy| plan.decision(&copy, quota, now));
+            // A closure would be a call.
+            let decision = match copy {
+                Ok(copy) => plan.decision(&copy, quota, now),
+                Err(decision) => decision,
+            };
             return Ok(decision.into_decision(quota.burst(), Source::Store));
         }
         check()?;
@@ -324,10 +348,9 @@ impl MemoryStore {
         fingerprint: Fingerprint,
         mut table: SpinMutexGuard<'a, Table>,
     ) -> Result<Decision, StoreError> {
-        if charge.quota().has_blocks() {
+        if charge.is_extended() {
             drop(table);
-            let decisions = self.decide_all_now(action, std::slice::from_ref(charge))?;
-            return Ok(decisions[0]);
+            return self.decide_extended(action, charge);
         }
         let mut reservation = Reservation::new(self);
         loop {

@@ -41,7 +41,7 @@
 //! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
 //!     +get +hdel +hincrby +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard
 //!     +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
-//!     +cluster|slots +asking +role
+//!     +zscore +cluster|slots +asking +role
 //! ```
 //!
 //! The user of the sentinels needs `+ping +sentinel|get-master-addr-by-name +sentinel|master

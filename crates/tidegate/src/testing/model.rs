@@ -4,7 +4,7 @@
 //! It shares no arithmetic with the algorithms: for each of them it only knows how many units count
 //! at a given time.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, MAX_CLOCK_SKEW};
@@ -13,6 +13,8 @@ use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::Action;
+
+mod holds;
 
 /// A day in microseconds: blocks that were in force in the last one count.
 const DAY: u64 = 86_400_000_000;
@@ -36,6 +38,8 @@ pub struct Model {
     logs: HashMap<(String, String), EventLog>,
     /// Blocks of each key, the oldest first, as (start, end).
     blocks: HashMap<(String, String), Vec<(u64, u64)>>,
+    /// Holds of each key by id.
+    pub(super) holds: HashMap<(String, String), BTreeMap<String, holds::ModelHold>>,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -70,7 +74,16 @@ impl Model {
         now: Timestamp,
     ) -> Vec<Decision> {
         let now = now.as_micros();
+        for charge in charges {
+            self.release_ended(charge, now);
+        }
         let all_fit = charges.iter().all(|charge| {
+            if self.repeated(action, charge, now).is_some() {
+                return true;
+            }
+            if charge.quota().is_concurrency() {
+                return self.in_flight(charge, now) + charge.cost() <= charge.quota().limit();
+            }
             if self.block_rest(charge, now) > 0 {
                 return false;
             }
@@ -80,7 +93,7 @@ impl Model {
             log.counted(charge.quota(), now) + u128::from(charge.cost())
                 <= u128::from(charge.quota().burst())
         });
-        charges.iter().map(|charge| self.decide_with_block(action, charge, now, all_fit)).collect()
+        charges.iter().map(|charge| self.decide_with_hold(action, charge, now, all_fit)).collect()
     }
 
     /// Returns whether the count or the blocks of this charge have expired: a store may have evicted it, and a
@@ -97,6 +110,13 @@ impl Model {
         let stored = self.event_log(charge);
         let now = stored.without_skew(charge.quota(), now.as_micros());
         stored.as_of(charge.quota(), now).is_void(charge.quota(), now)
+    }
+
+    /// Deletes a count that no longer counts for anything.
+    pub(super) fn reset_count(&mut self, charge: &Charge<'_>) {
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
+        self.logs.remove(&name);
+        self.blocks.remove(&name);
     }
 
     fn event_log(&self, charge: &Charge<'_>) -> EventLog {
@@ -124,7 +144,7 @@ impl Model {
         self.blocks(charge, now).last().map_or(0, |(_, end)| end.saturating_sub(now))
     }
 
-    fn decide_with_block(
+    pub(super) fn decide_with_block(
         &mut self,
         action: Action,
         charge: &Charge<'_>,
@@ -166,7 +186,7 @@ impl Model {
         }
     }
 
-    fn decide_one(
+    pub(super) fn decide_one(
         &mut self,
         action: Action,
         charge: &Charge<'_>,
@@ -218,6 +238,8 @@ impl Model {
                 }
                 taken > 0 || stepped_back
             }
+            // Each is decided by other actions.
+            Action::Commit | Action::Renew => false,
             Action::Acquire | Action::Peek => {
                 denied = !fits;
                 let spend = cost > 0 && ((fits && all_fit) || (denied && quota.count_denied()));
@@ -258,6 +280,7 @@ impl Model {
             reset_after: Duration::from_micros(reset_after),
             delay: Duration::from_micros(delay),
             source: Source::Store,
+            hold: None,
         }
     }
 }
@@ -272,7 +295,7 @@ impl EventLog {
             u128::try_from(units).expect("refunds never exceed charges")
         };
         match quota.algorithm() {
-            Algorithm::SlidingLog | Algorithm::FixedWindow => {
+            Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::Concurrency => {
                 sum(&|event| event.time + window > time)
             }
             Algorithm::SlidingCounter => {
@@ -365,7 +388,7 @@ impl EventLog {
             return log;
         }
         match quota.algorithm() {
-            Algorithm::SlidingLog => {
+            Algorithm::SlidingLog | Algorithm::Concurrency => {
                 log.events.iter_mut().for_each(|event| event.time = event.time.min(now));
             }
             // The current window starts now, and the previous one moves with it.
@@ -385,7 +408,9 @@ impl EventLog {
     fn is_ahead_of(&self, quota: &Quota, now: u64) -> bool {
         match quota.algorithm() {
             _ if self.events.is_empty() => false,
-            Algorithm::SlidingLog => self.events.iter().any(|event| event.time > now),
+            Algorithm::SlidingLog | Algorithm::Concurrency => {
+                self.events.iter().any(|event| event.time > now)
+            }
             Algorithm::FixedWindow | Algorithm::SlidingCounter => self.window_start > now,
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.last_write > now,
         }
@@ -446,7 +471,7 @@ impl EventLog {
                     self.window_start = now / window * window;
                 }
             }
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => {}
+            Algorithm::TokenBucket | Algorithm::LeakyBucket | Algorithm::Concurrency => {}
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding};
 use crate::charge::Charge;
+use crate::hold::{Hold, HoldTerms, OnExpire};
 use crate::quota::Quota;
 use crate::store::Action;
 
@@ -15,6 +16,7 @@ const KEYS: [&str; 2] = ["user123", "{2001:db8::1}"];
 pub(super) struct Sequence {
     /// Policy names, each with the quotas that it has over time.
     policies: Vec<(String, Vec<Quota>)>,
+    holds: Vec<Hold>,
     pub(super) steps: Vec<Step>,
 }
 
@@ -43,6 +45,8 @@ pub(super) struct ChargeSpec {
     cost: u64,
     /// For a refund: how many decisions ago the refunded charge was made.
     pub(super) refunded: Option<usize>,
+    /// Index of the hold.
+    hold: Option<usize>,
 }
 
 impl Advance {
@@ -63,7 +67,7 @@ impl Sequence {
         let policies: Vec<(String, Vec<Quota>)> = (0..=random.below(2))
             .map(|index| (format!("policy-{index}"), quotas(algorithms, random)))
             .collect();
-        let mut sequence = Self { policies, steps: Vec::new() };
+        let mut sequence = Self { policies, holds: Vec::new(), steps: Vec::new() };
         for _ in 0..STEPS {
             let step = sequence.step(random);
             sequence.steps.push(step);
@@ -98,6 +102,83 @@ impl Sequence {
         self
     }
 
+    /// Generates a sequence of holds, on rates and on units in flight.
+    pub(super) fn of_holds(seed: u64) -> Self {
+        let random = &mut Random(seed);
+        let second = 1_000_000;
+        let ttls = [second, 10 * second, 60 * second, 61 * second, 3_600 * second];
+        let mut policies: Vec<(String, Vec<Quota>)> = Vec::new();
+        for index in 0..=random.below(2) {
+            let ttl = random.pick(&ttls);
+            let on_expire = random.pick(&OnExpire::ALL);
+            let max_ttl = random.pick(&[ttl, 2 * ttl, 24 * 3_600 * second]);
+            let terms = HoldTerms::new(Duration::from_micros(ttl), Duration::from_micros(max_ttl))
+                .expect("within the range")
+                .with_on_expire(on_expire);
+            let quotas = if random.one_in(3) {
+                let limit = random.pick(&[1, 2, 3, 10, 100]);
+                let quota = |limit| Quota::concurrency(limit).expect("valid");
+                vec![quota(limit), quota(2 * limit)]
+            } else {
+                quotas(&Algorithm::RATES, random)
+            };
+            let with_terms = |quota: Quota| quota.with_holds(terms);
+            let quotas = quotas.into_iter().map(with_terms).collect();
+            policies.push((format!("policy-{index}"), quotas));
+        }
+        let mut holds = Vec::new();
+        for id in ["job-1", "job-2", "a:b*2", "*"] {
+            let hold = || Hold::new(id).expect("valid");
+            let ttl = Duration::from_micros(random.pick(&ttls));
+            holds.push(hold());
+            holds.push(hold().with_ttl(ttl).expect("valid"));
+            holds.push(hold().settled(ttl.min(Duration::from_secs(600))).expect("valid"));
+        }
+        let mut sequence = Self { policies, holds, steps: Vec::new() };
+        for _ in 0..2 * STEPS {
+            let step = sequence.step_of_holds(random);
+            sequence.steps.push(step);
+        }
+        sequence
+    }
+
+    fn step_of_holds(&self, random: &mut Random) -> Step {
+        let second = 1_000_000;
+        match random.below(100) {
+            0..8 => {
+                let rest = random.pick(&[1, second / 2, second, 9 * second, 60 * second]);
+                Step::Advance(Advance::By(Duration::from_micros(rest)))
+            }
+            8..30 => self.step(random),
+            _ => {
+                let action = random.pick(&[
+                    Action::Acquire,
+                    Action::Acquire,
+                    Action::Acquire,
+                    Action::Commit,
+                    Action::Commit,
+                    Action::Renew,
+                    Action::Refund,
+                    Action::Peek,
+                ]);
+                let hold = random.index(self.holds.len());
+                let Step::Decide(action, mut specs) = self.decide(action, random) else {
+                    return self.step(random);
+                };
+                for spec in &mut specs {
+                    // Units in flight are not settled at once.
+                    let quota = &self.policies[spec.policy].1[spec.quota];
+                    let is_settled = self.holds[hold].is_settled() && quota.is_concurrency();
+                    spec.hold = Some(hold - usize::from(is_settled));
+                    if action == Action::Commit {
+                        spec.cost = random.pick(&[0, 1, spec.cost, spec.cost, 2 * spec.cost]);
+                    }
+                }
+                Step::Decide(action, specs)
+            }
+        }
+    }
+
     /// Generates a sequence in which one log grows to hundreds or thousands of requests, while
     /// others leave it.
     pub(super) fn of_long_log(seed: u64) -> Self {
@@ -115,12 +196,14 @@ impl Sequence {
             quota.with_count_denied(count_denied).expect("a log")
         };
         let quotas = vec![quota(limit), quota(limit / 2), quota(limit * 2)];
-        let mut sequence = Self { policies: vec![("long".to_owned(), quotas)], steps: Vec::new() };
+        let policies = vec![("long".to_owned(), quotas)];
+        let mut sequence = Self { policies, holds: Vec::new(), steps: Vec::new() };
         // Some logs have only costs of 1, because those are packed more tightly.
         let costs =
             if random.one_in(2) { vec![1] } else { vec![1, 1, 1, 1, 1, 1, 1, 2, 3, limit / 10] };
-        let spec =
-            |cost: u64| vec![ChargeSpec { key: 0, policy: 0, quota: 0, cost, refunded: None }];
+        let spec = |cost: u64| {
+            vec![ChargeSpec { key: 0, policy: 0, quota: 0, cost, refunded: None, hold: None }]
+        };
         for _ in 0..(2 * limit).max(2_000) {
             let cost = random.pick(&costs);
             sequence.steps.push(match random.below(1_000) {
@@ -170,7 +253,9 @@ impl Sequence {
 
     pub(super) fn charge(&self, spec: &ChargeSpec) -> Charge<'_> {
         let (name, quotas) = &self.policies[spec.policy];
-        Charge::new(KEYS[spec.key], &quotas[spec.quota]).with_policy(name).with_cost(spec.cost)
+        let charge = Charge::new(KEYS[spec.key], &quotas[spec.quota]);
+        let charge = charge.with_policy(name).with_cost(spec.cost);
+        spec.hold.map_or(charge, |hold| charge.with_hold(&self.holds[hold]))
     }
 
     /// Returns a charge for each count that the sequence may touch.
@@ -242,7 +327,7 @@ impl Sequence {
         let max = quotas[quota].burst();
         let any = 1 + random.below(max);
         let cost = random.pick(&[1, 1, 1, 2, max / 3, max / 2, max - 1, max, any]);
-        ChargeSpec { key, policy, quota, cost: cost.clamp(1, max), refunded: None }
+        ChargeSpec { key, policy, quota, cost: cost.clamp(1, max), refunded: None, hold: None }
     }
 }
 
@@ -282,7 +367,7 @@ fn quotas(algorithms: &[Algorithm], random: &mut Random) -> Vec<Quota> {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 quota.clone().with_burst(burst.clamp(1, Quota::MAX_LIMIT)).unwrap_or(quota)
             }
-            Algorithm::FixedWindow => quota,
+            Algorithm::FixedWindow | Algorithm::Concurrency => quota,
         }
     };
     let mut quotas = vec![quota(limit, burst)];

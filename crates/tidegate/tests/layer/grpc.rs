@@ -139,3 +139,13 @@ async fn the_peer_address_comes_from_tonic() {
         Code::ResourceExhausted
     );
 }
+
+#[tokio::test]
+async fn calls_one_after_the_other_are_never_denied_in_flight() {
+    let grpc = Grpc::start(layer(100).in_flight(1)).await;
+    for _ in 0..20 {
+        assert!(grpc.check("ann", "").await.is_ok());
+        let failed = grpc.check("ann", "no such service").await.expect_err("unknown");
+        assert_eq!(failed.code(), Code::NotFound, "the trailers are unchanged");
+    }
+}

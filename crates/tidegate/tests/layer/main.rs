@@ -5,6 +5,7 @@ mod examples;
 mod failures;
 mod fleet;
 mod grpc;
+mod in_flight;
 mod plain;
 mod policies;
 mod queue;

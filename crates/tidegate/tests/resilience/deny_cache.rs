@@ -106,7 +106,7 @@ async fn an_entry_applies_only_to_its_count_quota_and_cost() {
 
 #[tokio::test]
 async fn later_admissions_lengthen_the_wait() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::RATES {
         let clock = ManualClock::new();
         let (_, limiter) = counted(&clock);
         let quota = Quota::new(algorithm, 10, Duration::from_secs(10)).expect("valid");

@@ -109,7 +109,7 @@ async fn the_wait_is_exact_after_a_pause() {
 
 #[tokio::test]
 async fn the_wait_is_exact_with_several_costs() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::RATES {
         let mut beside = Beside::new();
         let quota = Quota::new(algorithm, 20, Duration::from_secs(2_400)).expect("valid");
         // The first takes all units.
@@ -236,9 +236,9 @@ fn quotas(kind: usize, limit: u64) -> [Quota; 4] {
     let window = Duration::from_millis(84);
     let log = Quota::sliding_log(limit, window).expect("valid");
     [
-        Quota::new(Algorithm::ALL[kind], limit, window).expect("valid"),
-        Quota::new(Algorithm::ALL[kind], limit + 2, window).expect("valid"),
-        Quota::new(Algorithm::ALL[(kind + 1) % 5], limit, window * 2).expect("valid"),
+        Quota::new(Algorithm::RATES[kind], limit, window).expect("valid"),
+        Quota::new(Algorithm::RATES[kind], limit + 2, window).expect("valid"),
+        Quota::new(Algorithm::RATES[(kind + 1) % 5], limit, window * 2).expect("valid"),
         log.with_count_denied(true).expect("a log"),
     ]
 }

@@ -9,6 +9,7 @@ mod deny_cache_oracle;
 mod deny_cache_races;
 mod fallback;
 mod flaky;
+mod holds;
 mod invalidations;
 mod lost_answers;
 mod real_redis;

@@ -10,6 +10,7 @@ mod server;
 mod strict;
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 pub(crate) use certificates::Authority;
@@ -41,7 +42,7 @@ impl Redis {
 }
 
 /// Permissions that a user needs on one server, as documented in `store::redis`.
-pub(crate) const PERMISSIONS: [&str; 22] = [
+pub(crate) const PERMISSIONS: [&str; 23] = [
     "evalsha",
     "script|load",
     "time",
@@ -63,6 +64,7 @@ pub(crate) const PERMISSIONS: [&str; 22] = [
     "zrem",
     "zremrangebyrank",
     "zremrangebyscore",
+    "zscore",
     "cluster|slots",
 ];
 
@@ -82,7 +84,7 @@ impl Redis {
 
 /// Returns a quota of each algorithm and each encoding.
 pub(crate) fn every_quota(limit: u64, window: Duration) -> Vec<Quota> {
-    let mut quotas: Vec<Quota> = Algorithm::ALL
+    let mut quotas: Vec<Quota> = Algorithm::RATES
         .iter()
         .map(|algorithm| Quota::new(*algorithm, limit, window).expect("a valid quota"))
         .collect();
@@ -99,6 +101,24 @@ pub(crate) fn packed_counter(limit: u64, window: Duration) -> Quota {
 pub(crate) fn packed(limit: u64, window: Duration) -> Quota {
     let quota = Quota::sliding_log(limit, window).expect("a valid quota");
     quota.with_encoding(Encoding::Packed).expect("a log")
+}
+
+/// Runs futures at the same time, so that their requests share calls.
+pub(crate) async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+    let mut futures: Vec<_> = futures.into_iter().map(Box::pin).collect();
+    let mut outputs: Vec<_> = futures.iter().map(|_| None).collect();
+    std::future::poll_fn(|context| {
+        for (future, output) in futures.iter_mut().zip(&mut outputs) {
+            if output.is_none()
+                && let Poll::Ready(ready) = future.as_mut().poll(context)
+            {
+                *output = Some(ready);
+            }
+        }
+        if outputs.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    outputs.into_iter().flatten().collect()
 }
 
 /// A window so long that no unit becomes free during a test.

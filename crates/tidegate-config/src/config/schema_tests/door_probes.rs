@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 42] = [
+pub(super) const DOOR_PROBES: [Probe; 44] = [
     Probe {
         place: "/log_denials",
         valid: &["{}", "null", r#"{"ratio": 0.5}"#],
@@ -273,6 +273,23 @@ pub(super) const DOOR_PROBES: [Probe; 42] = [
         ],
     },
     Probe {
+        place: "/envoy/hold_id",
+        valid: &[r#""request_id""#, "null"],
+        invalid: &[r#""""#, "[]", "{}"],
+    },
+    Probe {
+        place: "/envoy/holds",
+        valid: &["{}", "null"],
+        invalid: &[
+            "[]",
+            r#"{"a": {"reserve": 1}}"#,
+            r#"{"a": null}"#,
+            r#"{"a": {"reserve": 0}}"#,
+            r#"{"a": {"max_ttl": "60s"}}"#,
+            r#""60s""#,
+        ],
+    },
+    Probe {
         place: "/envoy/on_store_failure",
         valid: &[r#""local""#, r#""allow""#, r#""deny""#, r#""error""#, "null"],
         invalid: &[r#""eror""#, r#""Error""#, r#""fail""#, r#""""#, "5", "false", r#"["deny"]"#],
@@ -322,11 +339,19 @@ pub(super) const DOOR_PROBES: [Probe; 42] = [
             r#"{"files": ["rules"], "on_store_failures": {"export": "error"}}"#,
             r#"{"files": ["rules/*.yaml"], "on_store_failures": {"export": "local"}}"#,
             r#"{"files": ["rules/na?ed.yaml", "ratelimit.yaml"], "shadow_mode": true}"#,
+            r#"{"files": ["rules"], "hold_id": "id", "algorithm": "concurrency"}"#,
+            r#"{"files": ["rules"], "hold_id": "id", "holds": {"export": {"reserve": 1, "ttl": "1s", "on_expire": "release"}}}"#,
+            r#"{"files": ["rules"], "hold_id": "id", "algorithms": {"export": "concurrency"}, "holds": {"export": {"ttl": "24h"}}}"#,
         ],
         invalid: &[
             r#"{"files": ["rules"], "on_store_failures": {"other": "error"}}"#,
             r#"{"files": ["rules"], "on_store_failures": {"export": "Deny"}}"#,
             r#"{"file": ["rules"]}"#,
+            r#"{"files": ["rules"], "algorithm": "concurrency"}"#,
+            r#"{"files": ["rules"], "holds": {"export": {"reserve": 1}}}"#,
+            r#"{"files": ["rules"], "hold_id": "id", "holds": {"export": {"reserve": 2}}}"#,
+            r#"{"files": ["rules"], "hold_id": "id", "holds": {"export": {"reserve": 1, "ttl": "25h"}}}"#,
+            r#"{"files": ["rules"], "hold_id": "id", "holds": {"export": {"reserve": 1, "on_expire": "return"}}}"#,
             "[]",
         ],
     },

@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 34] = [
+pub(super) const PROBES: [Probe; 36] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -51,6 +51,46 @@ pub(super) const PROBES: [Probe; 34] = [
         place: "/policies/0/algorithm",
         valid: &[r#""sliding-log""#, r#""leaky-bucket""#, "null"],
         invalid: &[r#""sliding_log""#, r#""Token-Bucket""#, r#""""#, "5", r#"["sliding-log"]"#],
+    },
+    Probe {
+        place: "/policies/0/hold",
+        valid: &[
+            "{}",
+            "null",
+            r#"{"ttl": "24h"}"#,
+            r#"{"ttl": "1s", "max_ttl": "1s", "on_expire": "release"}"#,
+            r#"{"max_ttl": "5s"}"#,
+            r#"{"on_expire": "charge"}"#,
+        ],
+        invalid: &[
+            r#"{"ttl": "999ms"}"#,
+            r#"{"max_ttl": "25h"}"#,
+            r#"{"ttl": "2m", "max_ttl": "1m"}"#,
+            r#"{"ttl": 60}"#,
+            r#"{"on_expire": "keep"}"#,
+            r#"{"tll": "60s"}"#,
+            r#""60s""#,
+        ],
+    },
+    Probe {
+        place: "/policies/0/lanes",
+        valid: &[
+            r#"{"attribute": "header.x-priority", "low": "80%", "normal": "95%"}"#,
+            r#"{"attribute": "header.x-priority", "other": "10%"}"#,
+            r#"{"attribute": "tenant", "a": "100%", "5": "50%"}"#,
+            "null",
+        ],
+        invalid: &[
+            r#"{"low": "80%"}"#,
+            r#"{"attribute": "ip", "10.0.0.1": "80%"}"#,
+            r#"{"attribute": "header.p", "low": 80}"#,
+            r#"{"attribute": "header.p", "low": "0%"}"#,
+            r#"{"attribute": "header.p", "low": "101%"}"#,
+            r#"{"attribute": "header.p", "low": "80.5%"}"#,
+            r#"{"attribute": "header.p", "low": "9%"}"#,
+            r#"{"attribute": "header.p", "low": null}"#,
+            "{}",
+        ],
     },
     Probe {
         place: "/policies/0/encoding",
@@ -98,6 +138,8 @@ pub(super) const PROBES: [Probe; 34] = [
             "null",
             r#"{"attribute": "header.x-cost"}"#,
             r#"{"attribute": "tenant", "default": 2, "max": 5}"#,
+            r#"{"reserve": 5, "actual": {"response_header": "x-tokens-used"}}"#,
+            r#"{"reserve": {"attribute": "tenant", "max": 5}, "actual": {"response_header": "T"}}"#,
         ],
         invalid: &[
             "0",
@@ -112,6 +154,20 @@ pub(super) const PROBES: [Probe; 34] = [
             r#"{"attribute": "ip", "min": 1}"#,
             r#"{"default": 1}"#,
             "[1]",
+            r#"{"reserve": 5}"#,
+            r#"{"reserve": 5, "actual": null}"#,
+            r#"{"actual": {"response_header": "x-tokens-used"}}"#,
+            r#"{"reserve": 0, "actual": {"response_header": "x-tokens-used"}}"#,
+            r#"{"reserve": "5", "actual": {"response_header": "x-tokens-used"}}"#,
+            r#"{"reserve": {"default": 5}, "actual": {"response_header": "x-tokens-used"}}"#,
+            r#"{"reserve": {"reserve": 5, "actual": {"response_header": "a"}},
+                "actual": {"response_header": "b"}}"#,
+            r#"{"reserve": 5, "default": 5, "actual": {"response_header": "x-tokens-used"}}"#,
+            r#"{"reserve": 5, "actual": {}}"#,
+            r#"{"reserve": 5, "actual": "x-tokens-used"}"#,
+            r#"{"reserve": 5, "actual": {"response_header": ""}}"#,
+            r#"{"reserve": 5, "actual": {"response_header": "x tokens"}}"#,
+            r#"{"reserve": 5, "actual": {"header": "x-tokens-used"}}"#,
         ],
     },
     Probe {

@@ -48,12 +48,15 @@ fn token_permits_the_commands_of_its_scopes() {
         "TG.PEEK per-user ann",
         "TG.REFUND per-user ann AGE 5",
         "TG.RESET per-user ann",
+        "TG.RESERVE per-user ann",
+        "TG.COMMIT per-user ann a 0",
+        "TG.RENEW per-user ann a 5000",
     ];
     for (auth, permitted) in [
-        ("AUTH ci refunds", [false, false, false, false, true, false]),
-        ("AUTH reads", [false, false, false, true, false, false]),
-        ("AUTH api_token secret", [true, true, true, true, true, false]),
-        ("AUTH root", [true, true, true, true, true, true]),
+        ("AUTH ci refunds", [false, false, false, false, true, false, false, false, false]),
+        ("AUTH reads", [false, false, false, true, false, false, false, false, false]),
+        ("AUTH api_token secret", [true, true, true, true, true, false, true, true, true]),
+        ("AUTH root", [true; 9]),
     ] {
         assert_eq!(client.ask(auth), "+OK");
         assert_eq!(client.ask("PING"), "+PONG");

@@ -174,18 +174,26 @@ fn looked_up_key_shows_denials_first() {
         {"policy": "b", "key": "all", "mode": "enforce", "limit": 5, "allowed": false, "remaining": 0,
          "retry_after_ms": 61_000, "reason": "5 of 5 units used."},
         {"policy": "c", "error": "timeout"},
+        {"policy": "d", "mode": "enforce", "limit": 5, "capacity": 5, "allowed": true, "remaining": 3,
+         "retry_after_ms": 0, "reset_after_ms": 50_000,
+         "in_flight": {"units": 2, "first_end_ms": 9_000}, "reason": "2 of 5 units are in flight."},
+        {"policy": "e", "limit": 5, "allowed": true, "remaining": 5, "reset_after_ms": 0,
+         "in_flight": {"units": 0, "first_end_ms": null}},
     ]}))
     .expect("valid");
     let lines: Vec<String> =
         sections::looked_up(&lookup, 80).iter().map(ScreenLine::to_text).collect();
     let expected = [
-        "key ann  1 of 3 policies deny it",
+        "key ann  1 of 5 policies deny it",
         "b         denied  0 of 5 left  free in 1m 1s  counted as all",
         "  5 of 5 units used.",
         "c         error",
         "  timeout",
         "a         allowed  97 of 100 left",
         "  3 of 100 units used.",
+        "d         allowed  2 of 5 in flight  first ends in 9s  last ends in 50s",
+        "  2 of 5 units are in flight.",
+        "e         allowed  0 of 5 in flight",
     ];
     assert_eq!(lines, expected);
 }

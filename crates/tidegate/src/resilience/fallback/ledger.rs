@@ -367,7 +367,9 @@ impl LedgerShard {
 /// Returns the maximum time for which these units count, in microseconds.
 fn max_lifetime(quota: &Quota, units: u64) -> u64 {
     match quota.algorithm() {
-        Algorithm::SlidingLog | Algorithm::FixedWindow => quota.window_micros(),
+        Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::Concurrency => {
+            quota.window_micros()
+        }
         Algorithm::SlidingCounter => 2 * quota.window_micros(),
         // Units that were reported beyond the burst drain after those within it.
         Algorithm::TokenBucket | Algorithm::LeakyBucket => {

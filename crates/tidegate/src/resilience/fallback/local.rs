@@ -43,7 +43,16 @@ impl<S: SharedStore> FallbackCore<S> {
         match action {
             Action::Acquire | Action::Peek => {}
             Action::Report if memory_helps => return self.report_locally(charges, &error),
-            Action::Refund | Action::Reset | Action::ChargeUpTo | Action::Report => {
+            // A value that cannot be read stays so.
+            Action::Commit if memory_helps && !matches!(error, StoreError::Unreadable(_)) => {
+                return self.commit_later(charges, &error);
+            }
+            Action::Refund
+            | Action::Reset
+            | Action::ChargeUpTo
+            | Action::Report
+            | Action::Commit
+            | Action::Renew => {
                 return Err(error);
             }
         }
@@ -72,7 +81,8 @@ impl<S: SharedStore> FallbackCore<S> {
         self.count(&decisions);
         if decisions.iter().all(|decision| decision.allowed) {
             for (charge, decision) in charges.iter().zip(&decisions) {
-                if decision.source == Source::Local {
+                // Units in flight are those of this instance, and end with it.
+                if decision.source == Source::Local && !charge.quota().is_concurrency() {
                     self.owe(charge, in_doubt);
                 }
             }
@@ -203,7 +213,7 @@ impl<S: SharedStore> FallbackCore<S> {
     }
 
     /// Returns this instance's share, or the whole quota if another instance has it.
-    fn share_or_whole<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
+    pub(super) fn share_or_whole<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
         self.share(charge).map_or(Cow::Borrowed(charge.quota()), Cow::Owned)
     }
 
@@ -220,7 +230,7 @@ fn is_local(charge: &Charge<'_>) -> bool {
 }
 
 /// Marks a decision of the local store. Its limit is that of the full quota, not of the share.
-fn as_local(charge: &Charge<'_>, decision: Decision) -> Decision {
+pub(super) fn as_local(charge: &Charge<'_>, decision: Decision) -> Decision {
     Decision { limit: charge.quota().burst(), source: Source::Local, ..decision }
 }
 

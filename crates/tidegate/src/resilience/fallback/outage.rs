@@ -175,7 +175,7 @@ impl<S: SharedStore> FallbackCore<S> {
         let outage_duration = outage.since.elapsed();
         let local = self.counters.local.load(Ordering::Relaxed) - outage.local_before;
         let settled = self.counters.settled.load(Ordering::Relaxed) - outage.settled_before;
-        let is_complete = self.ledger.is_empty();
+        let is_complete = self.ledger.is_empty() && self.pending_commits.is_empty();
         if is_complete {
             // The task ends a moment later, but a new failure must already start a new one.
             outage.recovery = None;
@@ -208,6 +208,7 @@ pub(super) async fn recover<S: SharedStore>(inner: Weak<FallbackCore<S>>) {
         sleep(jittered(interval)).await;
         let Some(inner) = inner.upgrade() else { return };
         let pass = inner.settle().await;
+        inner.make_pending_commits().await;
         let failures = inner.outage.failures();
         let is_healthy = inner.reads_failed_charge().await;
         if failures_seen != Some(failures) || pass.failed || !is_healthy {

@@ -21,6 +21,10 @@ impl MemoryStore {
     #[expect(clippy::inline_always, reason = "the caller computes only the fields that it uses")]
     pub(crate) fn acquire_now(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let (quota, cost) = (charge.quota(), charge.cost());
+        if charge.hold().is_some() {
+            charge.check(Action::Acquire)?;
+            return self.decide_extended(Action::Acquire, charge);
+        }
         if !quota.parameters().admits_in_64_bits(cost) {
             // The parts of the charge are passed in registers, so that the compiler can keep a
             // charge that the caller has just created out of memory.
@@ -117,17 +121,20 @@ impl MemoryStore {
     }
 }
 
-/// Returns the same result, with its fields one by one: otherwise the compiler would keep the usual
-/// decisions in memory, too, where this one is.
+/// Returns the same result, which has no hold, with its fields one by one: otherwise the compiler
+/// would keep the usual decisions in memory, too, where this one is.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "it has no instructions of its own")]
 fn by_field(result: Result<Decision, StoreError>) -> Result<Decision, StoreError> {
-    let Decision { allowed, limit, remaining, retry_after, reset_after, delay, source } = result?;
-    Ok(Decision { allowed, limit, remaining, retry_after, reset_after, delay, source })
+    let Decision { allowed, limit, remaining, retry_after, reset_after, delay, source, .. } =
+        result?;
+    let hold = None;
+    Ok(Decision { allowed, limit, remaining, retry_after, reset_after, delay, source, hold })
 }
 
 /// Returns the decision that has raised the level by `cost` to `after`.
-#[inline]
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the call would keep the decision in memory")]
 fn allowed(quota: &Parameters, cost: u64, after: u64, remaining: u64) -> Decision {
     let drain_time = |parts| Duration::from_micros(quota.limit_reciprocal().divide_up(parts));
     let mut decision =
@@ -141,7 +148,8 @@ fn allowed(quota: &Parameters, cost: u64, after: u64, remaining: u64) -> Decisio
 
 /// Returns the denial of a cost that would have raised the level from `before`, which is not 0,
 /// above the burst by `excess`.
-#[inline]
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the call would keep the decision in memory")]
 fn denied(quota: &Parameters, before: u64, excess: u64) -> Decision {
     let drain_time = |parts| Duration::from_micros(quota.limit_reciprocal().divide_up(parts));
     let level = quota.window_reciprocal().divide_up(before);

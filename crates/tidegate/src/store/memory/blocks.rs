@@ -118,7 +118,11 @@ impl ChargeContext<'_> {
         match action {
             Action::Reset => blocks.remove(fingerprint, &store.capacity),
             Action::Acquire | Action::Peek => {}
-            Action::Refund | Action::ChargeUpTo | Action::Report => {
+            Action::Refund
+            | Action::ChargeUpTo
+            | Action::Report
+            | Action::Commit
+            | Action::Renew => {
                 return self.apply(table, reservation);
             }
         }

@@ -2,6 +2,7 @@
 
 use super::blocks::Blocks;
 use super::capacity::Capacity;
+use super::holds::Holds;
 use super::shard::Shard;
 use super::{LOG_ENTRY_BYTES, MemoryStore, StoreClock};
 use crate::clock::{Clock, SystemClock};
@@ -76,6 +77,7 @@ impl Builder {
                 .map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Custom),
             capacity: Capacity::new(self.max_keys, max_log_bytes / LOG_ENTRY_BYTES),
             blocks: Blocks::new(),
+            holds: Holds::new(),
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::charge::Charge;
 use crate::key::{Fingerprint, PolicyClass};
 
 /// A charge and everything that is needed to apply it to its locked table.
+#[derive(Clone, Copy)]
 pub(super) struct ChargeContext<'a> {
     pub(super) store: &'a MemoryStore,
     pub(super) action: Action,
@@ -142,9 +143,9 @@ impl<'a> ChargeContext<'a> {
         match self.action {
             Action::Acquire if self.charge.cost() > remaining => self.quota().count_denied(),
             Action::Acquire => self.all_fit,
-            Action::ChargeUpTo => remaining > 0,
+            Action::ChargeUpTo => remaining > 0 && self.charge.cost() > 0,
             Action::Report => true,
-            Action::Peek | Action::Refund | Action::Reset => false,
+            Action::Peek | Action::Refund | Action::Reset | Action::Commit | Action::Renew => false,
         }
     }
 

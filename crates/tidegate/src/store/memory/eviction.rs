@@ -49,7 +49,8 @@ impl MemoryStore {
             };
             let mut table = self.shards[index].lock();
             let sample = table.sample(now, &self.capacity, rank);
-            let has_ended = self.blocks.of_shard(index).sweep(now, true, &self.capacity);
+            let has_ended = self.blocks.of_shard(index).sweep(now, true, &self.capacity)
+                | self.holds.of_shard(index).sweep(now, &self.capacity);
             drop(table);
             // An empty shard counts too, so that the loop ends.
             scanned += sample.entries.max(1);

@@ -2,6 +2,7 @@
 
 use super::capacity::{Lack, Reservation};
 use super::context::ChargeContext;
+use super::holds::RECORD_ENTRIES;
 use super::shard::LockedShards;
 use super::{MemoryStore, SHARDS};
 use crate::action::Action;
@@ -17,22 +18,22 @@ impl MemoryStore {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        if charges.iter().any(|charge| charge.quota().has_blocks()) {
+        if charges.iter().any(Charge::is_extended) {
             self.decide_all_as::<true>(action, charges)
         } else {
             self.decide_all_as::<false>(action, charges)
         }
     }
 
-    /// Decides several charges; `BLOCKS`: some of them have blocks.
-    fn decide_all_as<const BLOCKS: bool>(
+    /// Decides several charges; `EXTENDED`: some of them have holds or blocks.
+    fn decide_all_as<const EXTENDED: bool>(
         &self,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let fingerprints: Vec<Fingerprint> =
             charges.iter().map(|charge| self.fingerprint(charge)).collect();
-        let mut starts_blocks = BLOCKS && action == Action::Acquire;
+        let mut starts_blocks = EXTENDED && action == Action::Acquire;
         let mut reservation = Reservation::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
@@ -53,10 +54,18 @@ impl MemoryStore {
             let mut needs_room: Option<Fingerprint> = None;
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
+                let charge_context = context(charge, fingerprint, true);
+                let (fit, is_repeated) = if EXTENDED {
+                    charge_context.fit_with_hold(table, &mut reservation)?
+                } else {
+                    (charge_context.fits(table), false)
+                };
                 let is_new = table.find(fingerprint).is_err();
-                let fit = context(charge, fingerprint, true).fits(table);
-                let block = BLOCKS.then(|| context(charge, fingerprint, true).block());
-                let is_blocked = block.is_some_and(|block| block.rest > 0);
+                let is_concurrency = charge.quota().is_concurrency();
+                let block = EXTENDED.then(|| charge_context.block());
+                let is_full = || charge_context.rest() > 0;
+                let is_blocked =
+                    !is_repeated && block.is_some_and(|block| block.rest > 0 || is_full());
                 if fit.fits && !is_blocked || !is_all_or_nothing {
                     growth += fit.log_growth;
                 } else {
@@ -64,19 +73,23 @@ impl MemoryStore {
                     growth_of_denials +=
                         fit.log_growth * usize::from(charge.quota().count_denied());
                 }
-                new_keys += usize::from(is_new);
+                let is_reserved = action == Action::Acquire && charge.hold().is_some();
+                growth += RECORD_ENTRIES * usize::from(is_reserved && fit.fits && !is_repeated);
+                new_keys += usize::from(is_new && !is_concurrency);
                 let is_new_block =
                     !fit.fits && starts_blocks && block.is_some_and(|block| block.is_new);
                 new_blocks += usize::from(is_new_block);
-                if is_new || fit.log_growth > 0 || is_new_block {
+                if is_new || growth > 0 || fit.log_growth > 0 || is_new_block {
                     let taken = |key: &Fingerprint| self.capacity.keys.taken_by(key.policy_class());
                     needs_room = needs_room.into_iter().chain([fingerprint]).max_by_key(taken);
                 }
             }
             // Reserve all room before anything is written.
-            if matches!(action, Action::Acquire | Action::ChargeUpTo | Action::Report)
-                && let Some(fingerprint) = needs_room
-            {
+            let may_spend = matches!(
+                action,
+                Action::Acquire | Action::ChargeUpTo | Action::Report | Action::Commit
+            );
+            if may_spend && let Some(fingerprint) = needs_room {
                 let (keys, growth) = if all_fit { (new_keys, growth) } else { (new_blocks, 0) };
                 let lacks = [Lack::Keys(keys), Lack::LogEntries(growth + growth_of_denials)];
                 let class = fingerprint.policy_class();
@@ -96,24 +109,30 @@ impl MemoryStore {
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
                 let context = context(charge, fingerprint, all_fit);
-                let decision = if BLOCKS && charge.quota().has_blocks() {
-                    context.apply_with_block(table, &mut reservation, starts_blocks)
+                let decided = if EXTENDED {
+                    context.apply_with_hold(table, &mut reservation, starts_blocks)
                 } else {
-                    context.apply(table, &mut reservation)
+                    context.apply(table, &mut reservation).map(|decision| (decision, None))
                 };
                 // The reservation has room for everything.
-                let Ok(decision) = decision else { break };
-                decisions.push(decision.into_decision(charge.quota().burst(), Source::Store));
+                let Ok((decision, hold)) = decided else { break };
+                let decision = decision.into_decision(charge.quota().burst(), Source::Store);
+                decisions.push(Decision { hold, ..decision });
             }
             if decisions.len() == charges.len() {
                 // Sweep last: a later charge relies on the entries that the first pass has seen.
-                for (index, table) in &mut locked.0 {
-                    table.sweep(now, &self.capacity);
-                    if BLOCKS {
-                        self.blocks.of_shard(*index).sweep(now, false, &self.capacity);
-                    }
-                }
+                self.sweep::<EXTENDED>(&mut locked, now);
                 return Ok(decisions);
+            }
+        }
+    }
+
+    fn sweep<const EXTENDED: bool>(&self, locked: &mut LockedShards<'_>, now: u64) {
+        for (index, table) in &mut locked.0 {
+            table.sweep(now, &self.capacity);
+            if EXTENDED {
+                self.blocks.of_shard(*index).sweep(now, false, &self.capacity);
+                self.holds.of_shard(*index).sweep(now, &self.capacity);
             }
         }
     }

@@ -85,7 +85,7 @@ proptest! {
             .max_log_bytes(max_log_entries * LOG_ENTRY_BYTES)
             .build();
         let quotas = [(0, MINUTE), (1, DAY)].map(|(at, window)| {
-            Quota::new(Algorithm::ALL[algorithms[at]], limits[at], window).expect("valid")
+            Quota::new(Algorithm::RATES[algorithms[at]], limits[at], window).expect("valid")
         });
         // The least cost that is denied, and until when.
         let mut denied: HashMap<(usize, usize), (u64, u64)> = HashMap::new();
@@ -144,7 +144,7 @@ fn check_capacity(store: &MemoryStore) {
 /// Costs above 1 leave a rest, and the level of a bucket is a fraction below its burst.
 #[test]
 fn client_at_its_limit_gets_nothing_after_a_flood() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::RATES {
         for cost in [1, 3, 7] {
             let store = MemoryStore::builder().max_keys(300).build();
             let quota = Quota::new(algorithm, 50, HOUR).expect("valid");
@@ -166,7 +166,7 @@ fn client_at_its_limit_gets_nothing_after_a_flood() {
 
 #[test]
 fn flood_on_one_policy_leaves_the_counts_of_another() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::RATES {
         for flood_limit in [1, 2, 5] {
             let clock = ManualClock::new();
             let store = MemoryStore::builder().clock(clock.clone()).max_keys(1_000).build();
@@ -200,7 +200,7 @@ fn flood_on_one_policy_leaves_the_counts_of_another() {
 /// The flood has a long window, so its keys expire long after those of the clients.
 #[test]
 fn clients_are_limited_after_a_flood_of_a_longer_window() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::RATES {
         // Keys of the flood within their limit make room; those at their limit leave the rest.
         for (flood_limit, clients) in [(2, 300), (1, 50)] {
             let clock = ManualClock::new();
@@ -421,7 +421,7 @@ fn group_of_charges_forgets_other_logs_only_if_that_makes_enough_room() {
 fn room_is_counted_for_all_actions() {
     let clock = ManualClock::new();
     let store = MemoryStore::builder().clock(clock.clone()).build();
-    let quotas: Vec<Quota> = Algorithm::ALL
+    let quotas: Vec<Quota> = Algorithm::RATES
         .iter()
         .map(|algorithm| Quota::new(*algorithm, 40, MINUTE).expect("valid"))
         .collect();

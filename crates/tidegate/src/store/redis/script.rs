@@ -1,5 +1,5 @@
-//! [`Script`]: decide.lua with the files that it includes, heartbeat.lua and invalidation.lua, each
-//! with the server's clock and with an estimated one.
+//! [`Script`]: decide.lua with the files that it includes, with holds and without, heartbeat.lua and
+//! invalidation.lua, each with the server's clock and with an estimated one.
 
 use std::sync::LazyLock;
 
@@ -72,6 +72,14 @@ const INCLUDED: [(&str, &str); 14] = [
     ("sliding_log_packed.lua", include_str!("../../algorithm/sliding_log_packed.lua")),
     ("sliding_log_packed.fast.lua", include_str!("../../algorithm/sliding_log_packed.fast.lua")),
 ];
+/// Files of holds. Calls without holds have a script without them: the garbage collector visits all
+/// of a script, which would make each of its decisions 4 % longer.
+const HOLDS: [(&str, &str); 4] = [
+    ("hold.fast.lua", include_str!("../../algorithm/hold.fast.lua")),
+    ("hold.after.lua", include_str!("../../algorithm/hold.after.lua")),
+    ("hold.lua", include_str!("../../algorithm/hold.lua")),
+    ("concurrency.lua", include_str!("../../algorithm/concurrency.lua")),
+];
 const CLOCK: (&str, &str) = ("clock.lua", include_str!("script/clock.lua"));
 const ESTIMATED_CLOCK: &str = include_str!("script/clock.estimated.lua");
 const ESTIMATED_EXPIRY: &str = include_str!("script/expiry.estimated.lua");
@@ -81,12 +89,15 @@ const TIME_ARGUMENT: &str = "{string.match(ARGV[#ARGV], '^(%d+) (%d+)$')}";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 /// Number of scripts.
-pub(super) const SCRIPT_COUNT: usize = 8;
-/// decide.lua in both modes, heartbeat.lua, invalidation.lua; then the same with an estimated clock.
+pub(super) const SCRIPT_COUNT: usize = 12;
+/// decide.lua in both modes, the same with holds, heartbeat.lua, invalidation.lua; then all of them
+/// with an estimated clock.
 static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
-    let decide = assembled();
-    let cross_slot = format!("{CROSS_SLOT}{decide}");
-    let texts = [decide, cross_slot, HEARTBEAT.to_owned(), INVALIDATION.to_owned()];
+    let [decide, holds] = [assembled(false), assembled(true)];
+    let [cross_slot, cross_slot_holds] =
+        [&decide, &holds].map(|text| format!("{CROSS_SLOT}{text}"));
+    let [heartbeat, invalidation] = [HEARTBEAT, INVALIDATION].map(str::to_owned);
+    let texts = [decide, cross_slot, holds, cross_slot_holds, heartbeat, invalidation];
     std::array::from_fn(|index| {
         let text = &texts[index % texts.len()];
         let text = if index < texts.len() {
@@ -105,9 +116,9 @@ static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
 });
 
 impl Script {
-    /// Returns decide.lua.
-    pub(super) fn decide(mode: KeyMode) -> &'static Self {
-        &SCRIPTS[mode as usize]
+    /// Returns decide.lua, for a call with holds or without.
+    pub(super) fn decide(mode: KeyMode, has_holds: bool) -> &'static Self {
+        &SCRIPTS[mode as usize + 2 * usize::from(has_holds)]
     }
 
     /// Returns the variant of this script for a clock.
@@ -118,12 +129,12 @@ impl Script {
 
     /// Returns heartbeat.lua.
     pub(super) fn heartbeat() -> &'static Self {
-        &SCRIPTS[2]
+        &SCRIPTS[4]
     }
 
     /// Returns invalidation.lua.
     pub(super) fn invalidation() -> &'static Self {
-        &SCRIPTS[3]
+        &SCRIPTS[5]
     }
 
     /// Returns its index, below [`SCRIPT_COUNT`].
@@ -143,11 +154,14 @@ impl Script {
 
 /// Returns decide.lua with the files that it includes. A text in a branch that is not taken costs
 /// nothing, but a function would, because Lua creates the functions of a script in each call.
-fn assembled() -> String {
+fn assembled(has_holds: bool) -> String {
     let include = |text: String, (name, file): &(&str, &str)| {
         text.replace(&format!("include('{name}')\n"), file)
     };
-    INCLUDED.iter().fold(DECIDE.to_owned(), include)
+    let text = INCLUDED.iter().fold(DECIDE.to_owned(), include);
+    HOLDS
+        .iter()
+        .fold(text, |text, (name, file)| include(text, &(*name, if has_holds { file } else { "" })))
 }
 
 #[cfg(test)]
@@ -170,17 +184,25 @@ mod tests {
 
     #[test]
     fn a_script_has_all_parts() {
-        let text = Script::decide(KeyMode::Declared).text();
-        assert!(!text.contains("include("), "a file is missing");
-        for (name, file) in INCLUDED {
-            let last_line = file.lines().last().expect("a line");
-            assert!(text.contains(last_line), "{name} is not included");
-        }
-        let cross_slot = Script::decide(KeyMode::CrossSlot);
-        assert_eq!(cross_slot.text().strip_prefix(CROSS_SLOT), Some(text));
+        let scripts = [false, true].map(|has_holds| {
+            let text = Script::decide(KeyMode::Declared, has_holds).text();
+            assert!(!text.contains("include("), "a file is missing");
+            for (name, file) in INCLUDED {
+                let last_line = file.lines().last().expect("a line");
+                assert!(text.contains(last_line), "{name} is not included");
+            }
+            let of_holds = HOLDS.iter().filter(|(_, file)| text.contains(file));
+            assert_eq!(of_holds.count(), if has_holds { HOLDS.len() } else { 0 });
+            let cross_slot = Script::decide(KeyMode::CrossSlot, has_holds);
+            assert_eq!(cross_slot.text().strip_prefix(CROSS_SLOT), Some(text));
+            [Script::decide(KeyMode::Declared, has_holds), cross_slot]
+        });
+        let [[decide, cross_slot], [holds, cross_slot_holds]] = scripts;
         let scripts = [
-            Script::decide(KeyMode::Declared),
+            decide,
             cross_slot,
+            holds,
+            cross_slot_holds,
             Script::heartbeat(),
             Script::invalidation(),
         ];
@@ -201,7 +223,7 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn()
             .expect("luacheck is installed by `make setup`");
-        let text = Script::decide(KeyMode::Declared).text();
+        let text = Script::decide(KeyMode::Declared, true).text();
         let is_code = |line: &&str| !line.starts_with("-- luacheck:");
         let code: Vec<&str> = text.lines().filter(is_code).collect();
         let mut input = luacheck.stdin.take().expect("piped");
@@ -213,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_call_is_by_hash_or_with_the_text() {
-        let script = Script::decide(KeyMode::Declared);
+        let script = Script::decide(KeyMode::Declared, false);
         for (with_text, name, first) in
             [(false, "EVALSHA", &script.sha), (true, "EVAL", &script.text)]
         {

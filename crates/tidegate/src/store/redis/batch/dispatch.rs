@@ -464,7 +464,8 @@ impl Round<'_> {
         };
         let times = self.dispatcher.server_times(&connection.clock, deadline, estimate, requests);
         let script_call = |call: &PlannedCall| ScriptCall {
-            script: Script::decide(call.mode).with_clock(call.clock),
+            script: Script::decide(call.mode, requests.have_holds(&call.items))
+                .with_clock(call.clock),
             arguments: requests.arguments(&call.items, &times, call.mode),
             asking: call.asking,
         };

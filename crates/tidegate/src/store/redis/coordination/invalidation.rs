@@ -61,8 +61,9 @@ impl PendingInvalidation {
         charges: &[Charge<'_>],
     ) -> Option<Self> {
         let counts = || charges.iter().map(CountId::of).collect();
-        (matches!(action, Action::Refund | Action::Reset) && publisher.set.has_readers())
-            .then(|| Self { publisher: Arc::clone(publisher), counts: counts() })
+        (matches!(action, Action::Refund | Action::Reset | Action::Commit)
+            && publisher.set.has_readers())
+        .then(|| Self { publisher: Arc::clone(publisher), counts: counts() })
     }
 
     /// Publishes the counts, and waits for it until the deadline at most. After that the publisher

@@ -32,7 +32,7 @@ use crate::store::{Action, StoreError};
 /// let names = SCRIPT_COMMANDS.iter().map(|(name, _)| format!("+{}", name.to_lowercase()));
 /// assert!(names.collect::<Vec<_>>().contains(&"+zadd".to_owned()));
 /// ```
-pub const SCRIPT_COMMANDS: [(&str, &[&str]); 18] = [
+pub const SCRIPT_COMMANDS: [(&str, &[&str]); 19] = [
     ("GET", &[]),
     ("SETRANGE", &["0", ""]),
     ("HMGET", &["field"]),
@@ -48,6 +48,7 @@ pub const SCRIPT_COMMANDS: [(&str, &[&str]); 18] = [
     ("ZREM", &["member"]),
     ("ZREMRANGEBYRANK", &["0", "0"]),
     ("ZREMRANGEBYSCORE", &["0", "0"]),
+    ("ZSCORE", &["member"]),
     ("PTTL", &[]),
     // In the past: deletes the key, as the next command would.
     ("PEXPIREAT", &["1"]),

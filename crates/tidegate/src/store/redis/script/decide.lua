@@ -18,12 +18,16 @@
 --        The first header is valid for the call in its first three numbers.
 --        A group is one request of any action on any charges. Its header has, instead of limit
 --        and window, the action and the number of charges, and continues with six doubles per
---        charge: kind, limit, window, option, cost, since. Instead of the option it has the number
---        of charges with a block, whose keys follow those of the counts; they have, after all
---        charges: number of the charge, number of lengths, lengths (microseconds).
+--        charge: kind, limit, window, option, cost, since; kind 8 is concurrency. Instead of the
+--        option it has the number of charges with a block, whose keys follow those of the counts,
+--        and instead of the cost that of charges with a hold, whose keys follow those of blocks.
+--        After all charges come seven doubles per hold: number of the charge, mode (0 without an
+--        id, 1 reserve, 2 settled at once), ttl, max_ttl, ttl of the policy (microseconds), number
+--        of keys of a record, and of a set; then, per block: number of the charge, number of
+--        lengths, lengths (microseconds).
 --          action   1 acquire, 2 peek, 3 refund, 4 reset, 5 charge-up-to, 6 report: charges even
 --                   beyond the limit, each charge separately, 7 count-denied: an acquire that
---                   another node has already denied; spends nothing
+--                   another node has already denied; spends nothing; 8 commit, 9 renew
 --          since    for a refund: time of the original charge (microseconds of the server, or a
 --                   little earlier; 0: unknown; negative: its age in microseconds)
 -- reply  one string of doubles: the server's time in microseconds, and if the deadline has not
@@ -31,7 +35,9 @@
 --        algorithm's snapshot (from which the client computes each decision), and if some were
 --        denied: their retry_after, reset_after (microseconds)
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
---        for a reset just 1
+--        or, for a single one with a hold, 2 and the reply of a run, with its state as below;
+--        for a reset just 1; for a charge whose hold has a record also its status (0 none, 1 held,
+--        2 repeated, 3 settled, 4 ended) and the time until its end
 --        A request that fails has instead: -1, the length of the error's text, and the text. The
 --        client knows which errors do not concern the key, such as OOM.
 --        The text is that of Redis, or "damaged value: …" if the script cannot compute with what
@@ -85,6 +91,7 @@ local removals = 250
 -- The current run, its next key and its last; functions of general.lua, once they are created.
 local run, from, to, decide_slow, decide_group = 1, 1, count, nil, nil
 while true do
+  include('hold.fast.lua')
   -- `slow`: a key that is left to general.lua. `spends`: not a peek. `total`: units to spend.
   local slow, spends = nil, times > 0
   if not spends then times = 1 end
@@ -127,6 +134,7 @@ while true do
   else
     slow = from
   end
+  include('hold.after.lua')
 
   if slow then
     if not decide_slow then

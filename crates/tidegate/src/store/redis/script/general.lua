@@ -63,6 +63,15 @@ local function check_slot(key)
   if found then error(found) end
 end
 
+-- Sets the expiry of a key, unless it lives longer already.
+local function extend(key, expires_at)
+  local ttl = call('PTTL', key)
+  if ttl == -2 then return end
+  if ttl == -1 or floor(server_time / 1000) + ttl < expires_at - 1 then
+    call('PEXPIREAT', key, expires_at)
+  end
+end
+
 -- Returns a window as text, as the client does.
 local function as_text(window)
   if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
@@ -88,8 +97,10 @@ local function load_algorithm(kind)
     include('sliding_counter.lua')
   elseif kind == 5 then
     include('fixed_window.lua')
-  else
+  elseif kind <= 7 then
     include('bucket.lua')
+  else
+    include('concurrency.lua')
   end
 end
 
@@ -112,6 +123,7 @@ end
 -- Finds the count of another algorithm or encoding. Returns its quota, at the rate of this one,
 -- with its state and capacity; nil if the value is not ours.
 local function find_another(key, quota)
+  if quota.kind == 8 then return nil end
   local burst = quota.kind > 5 and quota.option or quota.limit
   for kind = 1, 6 do
     if kind ~= quota.kind then
@@ -171,15 +183,6 @@ local function times_of_denial(state, quota, cost, extra)
     return wait, quota.kind > 5 and wait or reset_after(state, quota, 0)
   end
   return quota.algorithm.retry_after(state, quota, cost, extra), reset_after(state, quota, extra)
-end
-
--- Sets the expiry of a key, unless it lives longer already.
-local function extend(key, expires_at)
-  local ttl = call('PTTL', key)
-  if ttl == -2 then return end
-  if ttl == -1 or floor(server_time / 1000) + ttl < expires_at - 1 then
-    call('PEXPIREAT', key, expires_at)
-  end
 end
 
 -- Plans the write of a count, before anything is written: one that must be deleted first would be
@@ -250,7 +253,8 @@ local function grant(key, quota, cost, times, spends)
   end
 end
 
-local PEEK, REFUND, RESET, CHARGE_UP_TO, REPORT, COUNT_DENIED = 2, 3, 4, 5, 6, 7
+local ACQUIRE, PEEK, REFUND, RESET, CHARGE_UP_TO, REPORT, COUNT_DENIED = 1, 2, 3, 4, 5, 6, 7
+local COMMIT, RENEW = 8, 9
 
 -- Answers with the current state, without a spend.
 local function answer_unspent(charge)
@@ -270,9 +274,10 @@ end
 local function decide(charge, action, all_fit)
   local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
   local remaining, spend, block = charge.remaining, 0, charge.block
-  if block and block.rest > 0 then
-    answer(0, 0, block.rest, math.max(block.rest, reset_after(state, quota, 0)), 0)
-    block.is_written = block.is_changed and action ~= PEEK
+  local rest = math.max(block and block.rest or 0, charge.hold and charge.hold.rest or 0)
+  if rest > 0 then
+    answer(0, 0, rest, math.max(rest, reset_after(state, quota, 0)), 0)
+    if block then block.is_written = block.is_changed and action ~= PEEK end
   elseif not charge.fits then
     if quota.count_denied then spend, remaining = cost, 0 end
     local wait, reset = times_of_denial(state, quota, cost, spend)
@@ -329,10 +334,14 @@ local function refund(charge)
 end
 
 local function group(header, from, to)
-  local action, count, block_count = unpack_struct('<ddd', header, 41)
+  local action, count, block_count, hold_count = unpack_struct('<dddd', header, 41)
   if action == RESET then
     call('UNLINK', unpack(keys, from, to))
     return answer(1)
+  end
+  local holds, release_first, remember, renew, repeat_answer, settle
+  if hold_count > 0 then
+    include('hold.lua')
   end
   local charges, all_fit, given = {}, action ~= COUNT_DENIED, now
   for i = 1, count do
@@ -345,11 +354,16 @@ local function group(header, from, to)
     local fits = cost <= remaining
     -- A peek of cost 0 checks whether the recorded units exceed the limit.
     if action == PEEK and cost == 0 then fits = not algorithm.overdrawn(state, quota) end
+    local hold = holds and holds[i]
+    if hold then
+      fits = hold.is_repeated or fits and not hold.rest
+      state.hold = hold
+    end
     all_fit = all_fit and fits
     if since < 0 then since = math.max(1, now + since) end
     charges[i] = {
       key = key, algorithm = algorithm, quota = quota, cost = cost, state = state,
-      remaining = remaining, fits = fits, since = since,
+      remaining = remaining, fits = fits, since = since, hold = hold,
     }
   end
   -- A count was ahead: all are decided at one time.
@@ -359,13 +373,29 @@ local function group(header, from, to)
   end
   for i = 1, count do
     local charge = charges[i]
-    if action == REPORT then
+    local hold, is_in_flight = charge.hold, charge.quota.kind == 8
+    if action == COMMIT or action == REFUND and hold and hold.key then
+      charge.write = settle(charge, action == REFUND)
+    elseif action == RENEW then
+      renew(charge)
+    elseif is_in_flight and action == REFUND then
+      release_first(charge)
+    elseif is_in_flight and (action == REPORT or action == CHARGE_UP_TO) then
+      answer_unspent(charge)
+    elseif action == REPORT then
       charge.write = report(charge)
     elseif action == REFUND then
       charge.write = refund(charge)
+    elseif hold and hold.is_repeated then
+      repeat_answer(charge)
     else
+      local is_bucket = charge.quota.kind == 6 or charge.quota.kind == 7
+      local is_held = hold and hold.mode > 0 and action == ACQUIRE and all_fit
+      local wait = is_held and is_bucket and reset_after(charge.state, charge.quota, 0) or 0
       charge.write = decide(charge, action, all_fit)
+      if is_held then remember(charge, now + wait) end
     end
+    if hold and hold.key then answer(hold.status or 0, hold.expires_after or 0) end
   end
   for i = 1, count > 1 and count or 0 do
     local charge = charges[i]
@@ -373,8 +403,11 @@ local function group(header, from, to)
   end
   for i = 1, count do
     local charge = charges[i]
+    local hold = charge.hold
+    if hold and hold.writes_first then hold.write() end
     if charge.write then charge.write(charge.key, charge.state, charge.quota) end
     if charge.block and charge.block.is_written then save_block(charge.block) end
+    if hold and hold.write and not hold.writes_first then hold.write() end
   end
 end
 

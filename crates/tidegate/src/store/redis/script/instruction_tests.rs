@@ -16,6 +16,7 @@ use super::requests::{EncodedRequests, Operation, Request};
 use super::{KeyMode, Script};
 use crate::algorithm::{Algorithm, Encoding};
 use crate::charge::Charge;
+use crate::hold::Hold;
 use crate::quota::Quota;
 use crate::store::Action;
 use crate::store::redis::client::resp::Value;
@@ -152,7 +153,7 @@ impl Calls {
             let server_times = ServerTimes { driven, ..ServerTimes::default() };
             for requests in &self.requests {
                 let arguments = requests.arguments(&order, &server_times, KeyMode::Declared);
-                let script = Script::decide(KeyMode::Declared);
+                let script = Script::decide(KeyMode::Declared, false);
                 arguments.encode(&script.first_words(false), &mut commands);
             }
         }
@@ -174,7 +175,7 @@ fn quotas(limit: u64) -> Vec<Quota> {
     let quota = |algorithm| {
         Quota::new(algorithm, limit, Duration::from_secs(86_400)).expect("a valid quota")
     };
-    let algorithms = Algorithm::ALL.into_iter().filter(|name| *name != Algorithm::LeakyBucket);
+    let algorithms = Algorithm::RATES.into_iter().filter(|name| *name != Algorithm::LeakyBucket);
     let packed = [Algorithm::SlidingLog, Algorithm::SlidingCounter]
         .map(|algorithm| quota(algorithm).with_encoding(Encoding::Packed).expect("has encodings"));
     algorithms.map(quota).chain(packed).collect()
@@ -183,8 +184,7 @@ fn quotas(limit: u64) -> Vec<Quota> {
 /// Returns the instructions per decision by name.
 fn measure() -> BTreeMap<String, u64> {
     let (server, mut connection) = Server::start();
-    let text = Script::decide(KeyMode::Declared).text();
-    redis::cmd("SCRIPT").arg("LOAD").arg(text).exec(&mut connection).expect("loaded");
+    load(&mut connection, Script::decide(KeyMode::Declared, false));
     let mut cases = Vec::new();
     for (result, limit) in RESULTS {
         // A small bucket sets its expiry more often.
@@ -206,7 +206,123 @@ fn measure() -> BTreeMap<String, u64> {
         sent.send(&mut connection, SETUP..SETUP + MEASURED, allowed);
         counts.insert(name, server.instructions() / decisions as u64);
     }
+    measure_holds(&server, &mut connection, &mut counts);
     counts
+}
+
+/// The script that people write for a semaphore, by the client's clock.
+const NAIVE_SEMAPHORE: &str = "
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', ARGV[1])
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
+redis.call('ZADD', KEYS[1], ARGV[3], ARGV[4])
+redis.call('PEXPIRE', KEYS[1], 60000)
+return 1";
+/// Keys per call of holds, and calls: more would be too much work for one call.
+const HOLD_SHAPES: [(usize, usize); 2] = [(1, 64), (10, 6)];
+/// Holds of a key before those that are measured.
+const HELD: usize = 20;
+
+/// Sends one request per key with a hold, whose id has this number.
+fn send_holds(
+    connection: &mut Connection,
+    quota: &Quota,
+    (keys, calls): (usize, usize),
+    action: Action,
+    (case, number): (usize, usize),
+) -> bool {
+    let name = |text: &mut String, charge: &Charge<'_>| {
+        let _ = write!(text, "rate_limit:{{{}}}:holds", charge.key());
+    };
+    let mut allowed = true;
+    for call in 0..calls {
+        let mut requests = EncodedRequests::default();
+        for key in 0..keys {
+            let key = format!("{case:04}{:08}", call * keys + key);
+            let hold = Hold::new(format!("{number:032x}")).expect("valid");
+            let charges = [Charge::new(&key, quota).with_hold(&hold)];
+            let operation = Operation::Apply(action);
+            requests.add(&Request::new(operation, &charges), 0, name);
+        }
+        let order = requests.order(0..requests.items().len(), |_| 1);
+        let driven = Some(START + STEP * number as u64);
+        let server_times = ServerTimes { driven, ..ServerTimes::default() };
+        let arguments = requests.arguments(&order, &server_times, KeyMode::Declared);
+        let mut command = Vec::new();
+        let script = Script::decide(KeyMode::Declared, requests.have_holds(&order));
+        arguments.encode(&script.first_words(false), &mut command);
+        let reply = connection.req_packed_command(&command).expect("decided");
+        let redis::Value::BulkString(reply) = reply else { panic!("{reply:?}") };
+        let reply = requests.read(&order, &Value::String(reply)).expect("valid");
+        for item in reply.items.expect("in time") {
+            match item {
+                ItemReply::Decisions(decisions) => allowed &= decisions[0].0.allowed,
+                ItemReply::Grants(grants) | ItemReply::Held(grants, _) => {
+                    allowed &= grants.granted == 1;
+                }
+                ItemReply::Error(error) => panic!("{error}"),
+            }
+        }
+    }
+    allowed
+}
+
+fn load(connection: &mut Connection, script: &Script) {
+    redis::cmd("SCRIPT").arg("LOAD").arg(script.text()).exec(connection).expect("loaded");
+}
+
+/// Adds the instructions of holds, and of a naive semaphore.
+fn measure_holds(server: &Server, connection: &mut Connection, counts: &mut BTreeMap<String, u64>) {
+    load(connection, Script::decide(KeyMode::Declared, true));
+    let day = Duration::from_secs(86_400);
+    let rates = [Quota::fixed_window(100, day), Quota::token_bucket(100, day)];
+    let mut cases: Vec<(String, Quota)> = Vec::new();
+    for quota in rates.map(|quota| quota.expect("valid")) {
+        let name = quota.default_policy_name().trim_end_matches("-86400s").to_owned();
+        cases.push((format!("{name}/reserved"), quota));
+    }
+    let concurrency = |limit| Quota::concurrency(limit as u64).expect("valid");
+    cases.push(("concurrency/allowed".to_owned(), concurrency(100)));
+    cases.push(("concurrency/denied".to_owned(), concurrency(HELD)));
+    for (case, (name, quota)) in cases.into_iter().enumerate() {
+        for (shape, (keys, calls)) in HOLD_SHAPES.into_iter().enumerate() {
+            let mut send = |action, number| {
+                let id = (10 * case + shape, number);
+                send_holds(connection, &quota, (keys, calls), action, id)
+            };
+            (0..HELD).for_each(|number| assert!(send(Action::Acquire, number)));
+            server.instructions();
+            let measured = HELD..HELD + MEASURED;
+            let is_denied = name.ends_with("denied");
+            measured.clone().for_each(|it| assert_eq!(send(Action::Acquire, it), !is_denied));
+            let decisions = (keys * calls * MEASURED) as u64;
+            counts.insert(format!("{name}/{keys}"), server.instructions() / decisions);
+            if name == "concurrency/allowed" {
+                measured.for_each(|number| assert!(send(Action::Commit, number)));
+                let count = server.instructions() / decisions;
+                counts.insert(format!("concurrency/released/{keys}"), count);
+            }
+        }
+    }
+    let sha: String =
+        redis::cmd("SCRIPT").arg("LOAD").arg(NAIVE_SEMAPHORE).query(connection).expect("loaded");
+    for (name, limit) in [("allowed", 100), ("denied", HELD)] {
+        let mut send = |number: usize| -> Vec<u8> {
+            let key = |key: usize| format!("rate_limit:{{{name}{key:012}}}:holds");
+            let now = START / 1_000 + number as u64;
+            let answers = (0..SHAPES[0].1).map(|at| {
+                let id = format!("{number:032x}");
+                let mut call = redis::cmd("EVALSHA");
+                call.arg(&sha).arg(1).arg(key(at)).arg(now).arg(limit).arg(now + 60_000).arg(id);
+                call.query(connection).expect("decided")
+            });
+            answers.collect()
+        };
+        (0..HELD).for_each(|number| assert!(send(number).iter().all(|allowed| *allowed == 1)));
+        server.instructions();
+        (HELD..HELD + MEASURED).for_each(|number| drop(send(number)));
+        let decisions = (SHAPES[0].1 * MEASURED) as u64;
+        counts.insert(format!("naive-semaphore/{name}/1"), server.instructions() / decisions);
+    }
 }
 
 #[test]

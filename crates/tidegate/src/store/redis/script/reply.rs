@@ -2,8 +2,9 @@
 
 use super::requests::{Operation, Request};
 use crate::algorithm::{Grants, RawDecision};
-use crate::charge::Charge;
+use crate::charge::{Charge, ChargeError};
 use crate::decision::{Decision, Source};
+use crate::hold::{Hold, HoldState};
 use crate::store::redis::client::error::item_error;
 use crate::store::{Action, StoreError};
 
@@ -19,8 +20,10 @@ pub(crate) struct CallReply {
 #[derive(Debug, Clone)]
 pub(crate) enum ItemReply {
     Grants(Grants),
-    /// Decision per charge.
-    Decisions(Vec<RawDecision>),
+    /// Result of a reservation that a fast path has decided, with the state of its hold.
+    Held(Grants, Option<HoldState>),
+    /// Decision per charge, with the state of its hold.
+    Decisions(Vec<(RawDecision, Option<HoldState>)>),
     /// Error of this item; other items of the call are not affected.
     Error(String),
 }
@@ -38,6 +41,8 @@ pub(crate) struct ReplyReader<'a> {
 
 /// Error text of an item for which the call did nothing, because it had done enough.
 pub(crate) const LATER: &str = "LATER";
+/// Error text of a reservation whose id was used with another cost.
+const HOLD_CONFLICT: &str = "HOLDCONFLICT";
 
 impl ItemReply {
     /// Returns the decisions for one request, given the number of equal requests before it.
@@ -54,7 +59,13 @@ impl ItemReply {
                 let raw = grants.decision(charge.quota().parameters(), charge.cost(), preceding);
                 Ok(RequestDecisions::One(decision(raw, charge)))
             }
-            (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
+            (Self::Held(grants, hold), [charge]) => {
+                let raw = grants.decision(charge.quota().parameters(), charge.cost(), 0);
+                Ok(RequestDecisions::One(Decision { hold: *hold, ..decision(raw, charge) }))
+            }
+            (Self::Grants(_) | Self::Held(..), _) => {
+                Err(unexpected("one answer to several charges"))
+            }
             // The script does not compute the state of a key that it has deleted.
             (Self::Decisions(_), charges)
                 if request.operation == Operation::Apply(Action::Reset) =>
@@ -65,8 +76,15 @@ impl ItemReply {
                 Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
             }
             (Self::Decisions(raw), charges) => {
-                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
+                let decided = raw.iter().zip(charges).map(|((raw, hold), charge)| Decision {
+                    hold: *hold,
+                    ..decision(*raw, charge)
+                });
                 Ok(RequestDecisions::Many(decided.collect()))
+            }
+            (Self::Error(reason), charges) if reason.ends_with(HOLD_CONFLICT) => {
+                let id = charges.iter().find_map(Charge::hold).map(Hold::id);
+                Err(ChargeError::HoldConflict(id.unwrap_or_default().to_owned()).into())
             }
             (Self::Error(reason), _) => Err(item_error(reason)),
         }
@@ -113,12 +131,18 @@ impl<'a> ReplyReader<'a> {
         Ok(number as u64)
     }
 
+    /// Skips a number, if it is the next one.
+    pub(crate) fn skip(&mut self, number: f64) -> bool {
+        let rest = self.rest.strip_prefix(&number.to_le_bytes());
+        self.rest = rest.unwrap_or(self.rest);
+        rest.is_some()
+    }
+
     /// Reads the error of an item, if it has one instead of numbers.
     pub(crate) fn error(&mut self) -> Result<Option<String>, StoreError> {
-        if !self.rest.starts_with(&(-1_f64).to_le_bytes()) {
+        if !self.skip(-1.0) {
             return Ok(None);
         }
-        self.rest = &self.rest[8..];
         let length = usize::try_from(self.number()?).unwrap_or(usize::MAX);
         let (text, rest) = self.rest.split_at_checked(length).ok_or_else(too_short)?;
         self.rest = rest;

@@ -5,7 +5,7 @@
 //! add(request, slot, write_key) -> item
 //! order(items, repeats) -> [OrderedItem]          the order of the call
 //! arguments(order, server_times, mode) -> Command mode: KeyMode::{Declared, CrossSlot}
-//! Script::decide(mode)                            the script that they are for
+//! Script::decide(mode, have_holds(order))         the script that they are for
 //! read(order, reply) -> CallReply                 one reply per item, in the same order
 //! ```
 //!
@@ -19,6 +19,7 @@ use super::reply::{CallReply, ItemReply, ReplyReader, unexpected};
 use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
 use crate::clock::micros;
+use crate::hold::{HoldState, HoldStatus};
 use crate::quota::{Quota, window_text};
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
@@ -51,6 +52,7 @@ pub(crate) struct EncodedRequests {
     keys: String,
     charges: Vec<EncodedCharge>,
     blocks: Vec<EncodedBlock>,
+    holds: Vec<EncodedHold>,
     quotas: Vec<EncodedQuota>,
     items: Vec<Item>,
     /// Expected time in Redis, in units of the time for a small count.
@@ -66,6 +68,7 @@ pub(crate) struct Item {
     kind: RequestKind,
     charges: Range<usize>,
     blocks: Range<usize>,
+    holds: Range<usize>,
     /// Hash of the key of an acquire. A call has few items, so that they are searched in turn.
     key_hash: Option<u64>,
 }
@@ -114,6 +117,17 @@ struct EncodedBlock {
     /// Position of the charge in its request, from 1 on.
     charge: usize,
     quota: Quota,
+}
+
+/// Hold of a charge, or the ends of the holds of its quota.
+struct EncodedHold {
+    /// Ranges of the keys of its record and of the set of ends in [`EncodedRequests::keys`].
+    record: Option<Range<usize>>,
+    set: Option<Range<usize>>,
+    /// Position of the charge in its request, from 1 on.
+    charge: usize,
+    /// Mode, ttl, maximum and the ttl of the quota.
+    numbers: [u64; 4],
 }
 
 /// Quota in the form that the script expects.
@@ -167,6 +181,8 @@ impl Operation {
             Self::Apply(Action::Reset) => 4,
             Self::Apply(Action::ChargeUpTo) => 5,
             Self::Apply(Action::Report) => 6,
+            Self::Apply(Action::Commit) => 8,
+            Self::Apply(Action::Renew) => 9,
             Self::CountDenied => 7,
         }
     }
@@ -175,8 +191,19 @@ impl Operation {
     fn uses_blocks(self) -> bool {
         match self {
             Self::Apply(Action::Acquire | Action::Peek | Action::Reset) | Self::CountDenied => true,
-            Self::Apply(Action::Refund | Action::ChargeUpTo | Action::Report) => false,
+            Self::Apply(
+                Action::Refund
+                | Action::ChargeUpTo
+                | Action::Report
+                | Action::Commit
+                | Action::Renew,
+            ) => false,
         }
+    }
+
+    /// Returns whether it depends on the hold of a charge.
+    fn uses_hold(self) -> bool {
+        !matches!(self, Self::Apply(Action::Reset | Action::ChargeUpTo | Action::Report))
     }
 }
 
@@ -193,9 +220,7 @@ impl RequestKind {
             // Requests with `count_denied` are not equal: each denial changes the state for the
             // next. So does the denial that starts a block.
             (Operation::Apply(action @ (Action::Acquire | Action::Peek)), [charge])
-                if charge.cost() > 0
-                    && !charge.quota().count_denied()
-                    && !charge.quota().has_blocks() =>
+                if charge.cost() > 0 && !charge.quota().count_denied() && !charge.is_extended() =>
             {
                 if action == Action::Peek {
                     Self::Peek
@@ -225,6 +250,7 @@ pub(crate) enum CountKind {
     FixedWindow = 5,
     TokenBucket = 6,
     LeakyBucket = 7,
+    Concurrency = 8,
 }
 
 impl CountKind {
@@ -237,6 +263,7 @@ impl CountKind {
             (Algorithm::FixedWindow, _) => Self::FixedWindow,
             (Algorithm::TokenBucket, _) => Self::TokenBucket,
             (Algorithm::LeakyBucket, _) => Self::LeakyBucket,
+            (Algorithm::Concurrency, _) => Self::Concurrency,
         }
     }
 
@@ -251,7 +278,9 @@ impl EncodedQuota {
         let algorithm = quota.algorithm();
         let option = match algorithm {
             Algorithm::SlidingLog => u64::from(quota.count_denied()),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => quota.burst(),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket | Algorithm::Concurrency => {
+                quota.burst()
+            }
             Algorithm::SlidingCounter | Algorithm::FixedWindow => 0,
         };
         let (limit, window) = (quota.limit(), quota.window_micros());
@@ -279,6 +308,7 @@ impl EncodedRequests {
     ) -> usize {
         let kind = RequestKind::of(request);
         let (first_charge, first_block) = (self.charges.len(), self.blocks.len());
+        let first_hold = self.holds.len();
         let keys_start = self.keys.len();
         for charge in request.charges {
             let start = self.keys.len();
@@ -299,6 +329,11 @@ impl EncodedRequests {
                 self.blocks.push(EncodedBlock { key, charge: index + 1, quota });
             }
         }
+        for (index, charge) in request.charges.iter().enumerate() {
+            if charge.is_extended() {
+                self.add_hold(request.operation, charge, first_charge, index);
+            }
+        }
         let key_hash =
             (kind == RequestKind::Acquire).then(|| self.hasher.hash_one(self.key_of(first_charge)));
         if key_hash.is_some() {
@@ -314,8 +349,42 @@ impl EncodedRequests {
         }
         self.weight += request.weight();
         let (charges, blocks) = (first_charge..self.charges.len(), first_block..self.blocks.len());
-        self.items.push(Item { slot, kind, charges, blocks, key_hash });
+        let holds = first_hold..self.holds.len();
+        self.items.push(Item { slot, kind, charges, blocks, holds, key_hash });
         self.items.len() - 1
+    }
+
+    /// Adds the hold of a charge, or the set of the holds of its quota.
+    fn add_hold(
+        &mut self,
+        operation: Operation,
+        charge: &Charge<'_>,
+        first_charge: usize,
+        index: usize,
+    ) {
+        let quota = charge.quota();
+        let hold = charge.hold().filter(|_| operation.uses_hold());
+        let has_set = quota.releases_holds() && !quota.is_concurrency();
+        if hold.is_none() && !quota.releases_holds() {
+            return;
+        }
+        let count = self.key_of(first_charge + index).to_owned();
+        let mut add_key = |suffix: &[&str]| {
+            let start = self.keys.len();
+            self.keys.push_str(&count);
+            for text in suffix {
+                self.keys.push_str(text);
+            }
+            start..self.keys.len()
+        };
+        let record = hold.map(|hold| add_key(&[":h:", hold.id()]));
+        let set = has_set.then(|| add_key(&[":h"]));
+        let terms = quota.holds();
+        let ttl = micros(terms.ttl());
+        let mode = hold.map_or(0, |hold| 1 + u64::from(hold.is_settled()));
+        let of_hold = hold.map_or(ttl, |hold| hold.ttl_micros(terms));
+        let numbers = [mode, of_hold, terms.max_ttl_micros(), ttl];
+        self.holds.push(EncodedHold { record, set, charge: index + 1, numbers });
     }
 
     /// Returns the acquire that is equal to that of this charge, and whether any acquire has the
@@ -383,11 +452,16 @@ impl EncodedRequests {
         &self.blocks[self.items[item].blocks.clone()]
     }
 
+    fn holds_of(&self, item: usize) -> &[EncodedHold] {
+        &self.holds[self.items[item].holds.clone()]
+    }
+
     /// Returns the Redis keys of an item.
     fn keys_of(&self, item: usize) -> impl Iterator<Item = &[u8]> {
         let counts = self.charges_of(item).iter().map(|charge| &charge.key);
         let blocks = self.blocks_of(item).iter().map(|block| &block.key);
-        counts.chain(blocks).map(|key| self.keys[key.clone()].as_bytes())
+        let holds = self.holds_of(item).iter().flat_map(|hold| hold.record.iter().chain(&hold.set));
+        counts.chain(blocks).chain(holds).map(|key| self.keys[key.clone()].as_bytes())
     }
 
     /// Returns these items in the order of a call, each with its number of equal requests.
@@ -413,6 +487,11 @@ impl EncodedRequests {
             order.sort_by_key(|ordered| ordered.run);
         }
         order
+    }
+
+    /// Returns whether any of these items depends on holds.
+    pub(crate) fn have_holds(&self, order: &[OrderedItem]) -> bool {
+        order.iter().any(|ordered| !self.items[ordered.item].holds.is_empty())
     }
 
     /// Encodes the arguments of the call of these items.
@@ -453,7 +532,14 @@ impl EncodedRequests {
                         header.extend(window_text(quota.window).into_bytes());
                     }
                 }
-                RunKey::Group(_) => self.push_group(*item, server_times, push),
+                RunKey::Group(_) => {
+                    self.push_group(*item, server_times, push);
+                    if let ([charge], [], [_]) =
+                        (self.charges_of(*item), self.blocks_of(*item), self.holds_of(*item))
+                    {
+                        header.extend(window_text(self.quotas[charge.quota].window).into_bytes());
+                    }
+                }
             }
             arguments.push(&header);
         }
@@ -464,13 +550,15 @@ impl EncodedRequests {
     /// Writes the part of a group's header that follows the call's numbers.
     fn push_group(&self, item: usize, server_times: &ServerTimes, mut push: impl FnMut(i64)) {
         let (charges, blocks) = (self.charges_of(item), self.blocks_of(item));
+        let (holds, keys) = (self.holds_of(item), self.keys_of(item).count());
         let RequestKind::Group(operation) = self.items[item].kind else { return };
         push(0);
-        push(signed((charges.len() + blocks.len()) as u64));
+        push(signed(keys as u64));
         push(i64::from(operation.number()));
         push(signed(charges.len() as u64));
         push(signed(blocks.len() as u64));
-        (0..2).for_each(|_| push(0));
+        push(signed(holds.len() as u64));
+        push(0);
         for charge in charges {
             let quota = &self.quotas[charge.quota];
             push(i64::from(quota.kind.number()));
@@ -478,6 +566,12 @@ impl EncodedRequests {
                 push(signed(number));
             }
             push(server_times.to_server_time(charge.charged_at));
+        }
+        for hold in holds {
+            push(signed(hold.charge as u64));
+            hold.numbers.iter().for_each(|number| push(signed(*number)));
+            push(i64::from(hold.record.is_some()));
+            push(i64::from(hold.set.is_some()));
         }
         for block in blocks {
             let lengths = block.quota.block_for();
@@ -518,38 +612,68 @@ impl EncodedRequests {
         Ok(CallReply { now, items: Some(items) })
     }
 
+    fn read_grants(
+        &self,
+        quota: usize,
+        times: u64,
+        reader: &mut ReplyReader<'_>,
+    ) -> Result<Grants, StoreError> {
+        let (granted, remaining) = (reader.number()?, reader.number()?);
+        let algorithm = self.quotas[quota].algorithm;
+        let snapshot = CounterSnapshot::read(algorithm, || reader.number())?;
+        let is_denied = granted < times.max(1);
+        let (retry_after, reset_after) =
+            if is_denied { (reader.number()?, reader.number()?) } else { (0, 0) };
+        Ok(Grants { granted, remaining, snapshot, retry_after, reset_after })
+    }
+
     fn read_item(
         &self,
         ordered: &OrderedItem,
         reader: &mut ReplyReader<'_>,
     ) -> Result<ItemReply, StoreError> {
         if let RunKey::Equal(quota, _, times) = ordered.run {
-            let (granted, remaining) = (reader.number()?, reader.number()?);
-            let algorithm = self.quotas[quota].algorithm;
-            let snapshot = CounterSnapshot::read(algorithm, || reader.number())?;
-            let is_denied = granted < times.max(1);
-            let (retry_after, reset_after) =
-                if is_denied { (reader.number()?, reader.number()?) } else { (0, 0) };
-            return Ok(ItemReply::Grants(Grants {
-                granted,
-                remaining,
-                snapshot,
-                retry_after,
-                reset_after,
-            }));
+            return Ok(ItemReply::Grants(self.read_grants(quota, times, reader)?));
         }
         if self.is_reset(ordered.item) {
             reader.number()?;
             return Ok(ItemReply::Decisions(Vec::new()));
         }
-        let decisions = self.charges_of(ordered.item).iter().map(|_| {
+        let holds = self.holds_of(ordered.item);
+        let has_hold =
+            |charge| holds.iter().any(|hold| hold.charge == charge && hold.record.is_some());
+        if reader.skip(HELD_GRANTS) {
+            let quota = self.charges_of(ordered.item)[0].quota;
+            let grants = self.read_grants(quota, 1, reader)?;
+            return Ok(ItemReply::Held(grants, hold_state(reader.number()?, reader.number()?)?));
+        }
+        let decisions = (1..=self.charges_of(ordered.item).len()).map(|charge| {
             let allowed = reader.number()? == 1;
             let mut next = || reader.number();
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
-            Ok(RawDecision { allowed, remaining, retry_after, reset_after, delay })
+            let decision = RawDecision { allowed, remaining, retry_after, reset_after, delay };
+            let hold = if has_hold(charge) { hold_state(next()?, next()?)? } else { None };
+            Ok((decision, hold))
         });
         Ok(ItemReply::Decisions(decisions.collect::<Result<_, StoreError>>()?))
     }
+}
+
+/// First number of the reply of a fast path to a reservation.
+const HELD_GRANTS: f64 = 2.0;
+
+/// Decodes the state of a hold.
+fn hold_state(status: u64, expires_after: u64) -> Result<Option<HoldState>, StoreError> {
+    let status = match status {
+        0 => return Ok(None),
+        1 => HoldStatus::Held,
+        2 => HoldStatus::Replayed,
+        3 => HoldStatus::Settled,
+        4 => HoldStatus::Ended,
+        5 => HoldStatus::Unknown,
+        _ => return Err(unexpected("a wrong state of a hold")),
+    };
+    Ok(Some(HoldState::of_micros(status, expires_after)))
 }
 
 fn signed(number: u64) -> i64 {

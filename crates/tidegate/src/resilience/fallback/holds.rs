@@ -1,0 +1,139 @@
+//! Holds while the store is unavailable: those of local decisions, and commits that are made later.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::FallbackCore;
+use super::local::as_local;
+use crate::charge::{Charge, OnStoreFailure, OwnedCharge};
+use crate::decision::{Decision, Source};
+use crate::hold::{GRACE, HoldState, HoldStatus};
+use crate::join::join_all;
+use crate::store::{Action, SharedStore, Store as _, StoreError};
+
+/// Maximum number of commits that wait for the store. Further ones get its error.
+const MAX_PENDING: usize = 10_000;
+/// Number of commits that are made together.
+const MAX_BATCH: usize = 128;
+
+/// Commits that wait for the store.
+#[derive(Debug, Default)]
+pub(super) struct PendingCommits(Mutex<VecDeque<PendingCommit>>);
+
+#[derive(Debug)]
+struct PendingCommit {
+    charge: OwnedCharge,
+    /// Time by the local clock (µs) after which the store does not know the hold any more.
+    until: u64,
+}
+
+impl PendingCommits {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<PendingCommit>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+}
+
+impl<S: SharedStore> FallbackCore<S> {
+    /// Returns whether the hold of this charge is that of a local decision.
+    pub(super) fn holds_locally(&self, action: Action, charge: &Charge<'_>) -> bool {
+        matches!(action, Action::Commit | Action::Renew | Action::Refund)
+            && charge.hold().is_some_and(|hold| self.local.has_hold(charge, hold))
+    }
+
+    /// Settles or renews the hold of a local decision. Units that are returned are no longer owed;
+    /// those that are charged to the store already stay there until they expire.
+    pub(super) fn decide_local_hold(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Result<Decision, StoreError> {
+        let hold = charge.hold().filter(|_| !charge.quota().is_concurrency());
+        let settled = hold.and_then(|hold| self.local.units_to_settle(action, charge, hold));
+        let quota = self.share_or_whole(charge);
+        let decision = self.local.decide_now(action, &charge.with_quota(&quota))?;
+        if let Some(reserved) = settled {
+            let used = if action == Action::Refund { 0 } else { charge.cost() };
+            let of = |units: u64| charge.without_hold().with_cost(units);
+            if used < reserved {
+                self.ledger.cancel(&of(reserved - used));
+            } else if used > reserved {
+                self.owe(&of(used - reserved), false);
+            }
+        }
+        Ok(as_local(charge, decision))
+    }
+
+    /// Keeps commits that the store could not make, to make them when it has recovered.
+    pub(super) fn commit_later(
+        &self,
+        charges: &[Charge<'_>],
+        error: &StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let returns_error =
+            |charge: &Charge<'_>| charge.on_store_failure() == OnStoreFailure::Error;
+        let mut pending = self.pending_commits.lock();
+        if charges.iter().any(returns_error) || pending.len() + charges.len() > MAX_PENDING {
+            return Err(error.clone());
+        }
+        let now = self.local.clock().now().as_micros();
+        let keep = |charge: &Charge<'_>| {
+            let ttl = charge.hold().map_or(0, |hold| hold.ttl_micros(charge.quota().holds()));
+            let charge = OwnedCharge::of(charge);
+            pending.push_back(PendingCommit { charge, until: now + ttl + GRACE });
+        };
+        charges.iter().for_each(keep);
+        let decision = |charge: &Charge<'_>| {
+            Decision::allow(charge.quota().burst(), 0)
+                .with_source(Source::Local)
+                .with_hold(HoldState::of_micros(HoldStatus::Pending, 0))
+        };
+        Ok(charges.iter().map(decision).collect())
+    }
+
+    /// Makes the commits that wait for the store. A commit can be made again: its hold is settled
+    /// once. Returns whether none is left.
+    pub(super) async fn make_pending_commits(&self) -> bool {
+        loop {
+            let now = self.local.clock().now().as_micros();
+            let batch: Vec<PendingCommit> = {
+                let mut pending = self.pending_commits.lock();
+                let count = pending.len().min(MAX_BATCH);
+                pending.drain(..count).filter(|commit| commit.until > now).collect()
+            };
+            if batch.is_empty() {
+                return self.pending_commits.is_empty();
+            }
+            // Those that are not answered return to the queue, even if this future is dropped.
+            let mut batch = Unsettled { pending: &self.pending_commits, commits: batch };
+            let results = {
+                let charges: Vec<Charge<'_>> =
+                    batch.commits.iter().map(|commit| commit.charge.charge()).collect();
+                let commit = |charge| self.store.decide(Action::Commit, charge).into_future();
+                join_all(charges.iter().map(commit)).await
+            };
+            let mut settled = results.iter().map(Result::is_ok);
+            let has_failed = results.iter().any(Result::is_err);
+            batch.commits.retain(|_| !settled.next().unwrap_or(false));
+            drop(batch);
+            if has_failed {
+                return false;
+            }
+        }
+    }
+}
+
+/// Commits that return to the queue when it is dropped.
+struct Unsettled<'a> {
+    pending: &'a PendingCommits,
+    commits: Vec<PendingCommit>,
+}
+
+impl Drop for Unsettled<'_> {
+    fn drop(&mut self) {
+        self.pending.lock().extend(self.commits.drain(..));
+    }
+}

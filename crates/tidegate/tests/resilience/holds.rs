@@ -1,0 +1,149 @@
+//! Holds while the store fails.
+
+use std::time::Duration;
+
+use tidegate::testing::conformance_of_holds;
+use tidegate::{
+    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Fleet, Hold, HoldStatus,
+    Limiter, ManualClock, MemoryStore, Outcome, Quota, Source, Store, StoreError,
+};
+
+use crate::fallback::{fallback_on, fleet_of};
+use crate::flaky::{Fault, Flaky, down};
+use crate::support::{seeds, until};
+
+const HOUR: Duration = Duration::from_secs(3_600);
+
+fn hold(id: &str) -> Hold {
+    Hold::new(id).expect("valid")
+}
+
+async fn decide<S: Store>(limiter: &Limiter<S>, action: Action, charge: &Charge<'_>) -> Decision {
+    limiter.decide(action, charge).await.expect("decided")
+}
+
+fn status(decision: &Decision) -> Option<HoldStatus> {
+    decision.hold.map(|hold| hold.status)
+}
+
+/// Store whose decisions do not say that a cache made them, as those of the model do not.
+struct WithoutSource<S>(S);
+
+impl<S: Store> Store for WithoutSource<S> {
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Outcome<impl Future<Output = Result<Decision, StoreError>> + Send> {
+        self.0.decide(action, charge).map(|decided| Ok(decided?.with_source(Source::Store)))
+    }
+
+    fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Outcome<impl Future<Output = Result<Vec<Decision>, StoreError>> + Send> {
+        self.0.decide_all(action, charges).map(|decided| {
+            Ok(decided?.into_iter().map(|it| it.with_source(Source::Store)).collect())
+        })
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.0.clock()
+    }
+}
+
+#[tokio::test]
+async fn wrappers_around_a_healthy_store_conform_to_the_model() {
+    conformance_of_holds(seeds(500), async |clock: ManualClock| {
+        let memory = MemoryStore::builder().clock(clock).build();
+        Limiter::new(WithoutSource(Fallback::new(DenyCache::new(Breaker::new(memory)))))
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_hold_of_an_outage_is_settled_where_it_was_taken() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiter = Limiter::new(fallback_on(&clock, &store, Fleet::new()));
+    let quota = Quota::sliding_log(100, HOUR).expect("valid");
+    let (job, other) = (hold("job"), hold("other"));
+    let charge = Charge::new("u", &quota).with_cost(40);
+    store.set_fault(down());
+    let reserved = decide(&limiter, Action::Acquire, &charge.with_hold(&job)).await;
+    assert_eq!((reserved.allowed, reserved.source), (true, Source::Local));
+    assert_eq!(status(&reserved), Some(HoldStatus::Held));
+    let repeated = decide(&limiter, Action::Acquire, &charge.with_hold(&job)).await;
+    assert_eq!(status(&repeated), Some(HoldStatus::Replayed));
+    // The units that return are no longer owed to the store.
+    let settled = decide(&limiter, Action::Commit, &charge.with_cost(15).with_hold(&job)).await;
+    assert_eq!((status(&settled), settled.source), (Some(HoldStatus::Settled), Source::Local));
+    let repeated = decide(&limiter, Action::Commit, &charge.with_cost(0).with_hold(&job)).await;
+    assert_eq!(status(&repeated), Some(HoldStatus::Settled));
+    assert!(decide(&limiter, Action::Acquire, &charge.with_hold(&other)).await.allowed);
+    store.set_fault(Fault::None);
+    until("the store has what was used", async || store.remaining(&charge).await <= 45).await;
+    // The rest of this one was charged to the store already.
+    let late = decide(&limiter, Action::Commit, &charge.with_cost(0).with_hold(&other)).await;
+    assert_eq!((status(&late), late.source), (Some(HoldStatus::Settled), Source::Local));
+    assert_eq!(store.remaining(&charge).await, 45, "never admits more than the limit");
+}
+
+#[tokio::test]
+async fn a_commit_during_an_outage_is_made_afterwards() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiter = Limiter::new(fallback_on(&clock, &store, Fleet::new()));
+    let quota = Quota::sliding_log(100, HOUR).expect("valid");
+    let ids: Vec<Hold> = (0..300).map(|number| hold(&format!("job-{number}"))).collect();
+    let charge = Charge::new("u", &quota);
+    for id in &ids[..100] {
+        assert!(decide(&limiter, Action::Acquire, &charge.with_hold(id)).await.allowed);
+    }
+    for fault in [down(), Fault::LosesAnswersOf(Action::Commit)] {
+        store.set_fault(fault);
+        for id in &ids[..50] {
+            let commit = charge.with_cost(0).with_hold(id);
+            let pending = decide(&limiter, Action::Commit, &commit).await;
+            assert_eq!(status(&pending), Some(HoldStatus::Pending));
+        }
+    }
+    store.set_fault(Fault::None);
+    // A commit that may have run is made again, and returns its units once.
+    until("all commits are made", async || store.remaining(&charge).await == 50).await;
+    let again = decide(&limiter, Action::Commit, &charge.with_cost(0).with_hold(&ids[0])).await;
+    assert_eq!(status(&again), Some(HoldStatus::Settled));
+    assert_eq!(store.remaining(&charge).await, 50);
+}
+
+#[tokio::test]
+async fn instances_without_the_store_hold_no_more_than_the_limit() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiters: Vec<_> = fleet_of(3)
+        .into_iter()
+        .map(|fleet| Limiter::new(fallback_on(&clock, &store, fleet)))
+        .collect();
+    let quota = Quota::concurrency(10).expect("valid");
+    let charge = Charge::new("u", &quota);
+    store.set_fault(down());
+    let mut held = Vec::new();
+    for round in 0..10 {
+        for (at, limiter) in limiters.iter().enumerate() {
+            let id = hold(&format!("{round}-{at}"));
+            if decide(limiter, Action::Acquire, &charge.with_hold(&id)).await.allowed {
+                held.push((at, id));
+            }
+        }
+    }
+    assert_eq!(held.len(), 10);
+    // Another instance does not know a local hold: its commit is one of the store's.
+    let (at, id) = &held[0];
+    store.set_fault(Fault::None);
+    let commit = charge.with_cost(0).with_hold(id);
+    let elsewhere = decide(&limiters[(at + 1) % 3], Action::Commit, &commit).await;
+    assert_eq!(status(&elsewhere), Some(HoldStatus::Unknown));
+    let here = decide(&limiters[*at], Action::Commit, &commit).await;
+    assert_eq!(status(&here), Some(HoldStatus::Settled));
+}
