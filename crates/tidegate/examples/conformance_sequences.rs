@@ -85,7 +85,9 @@ fn name(action: Action, charges: &[Charge<'_>]) -> Option<&'static str> {
         Action::Report => Some("report"),
         Action::Reset => Some("reset"),
         Action::Refund if !lacks_time() => Some("refund"),
-        Action::Refund | Action::ChargeUpTo | Action::Commit | Action::Renew => None,
+        Action::Refund | Action::ChargeUpTo | Action::Commit | Action::Release | Action::Renew => {
+            None
+        }
     }
 }
 

@@ -89,7 +89,7 @@ impl Window {
             }
             Action::Reset => self.count = 0,
             // Of charges with holds, which this store does not have.
-            Action::Commit | Action::Renew => {}
+            Action::Commit | Action::Release | Action::Renew => {}
         }
         let reset_after = if self.count == 0 { Duration::ZERO } else { until_end };
         let decision = if allowed {

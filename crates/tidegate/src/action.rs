@@ -45,6 +45,10 @@ pub enum Action {
     /// report. A hold that is unknown or has ended is charged as a report, too. A second commit
     /// changes nothing. Several charges are independent of each other.
     Commit,
+    /// Releases one unit in flight whose hold has a [random](crate::Hold::random) id, as
+    /// [`Commit`](Self::Commit) does for any hold. Only the state of the hold is valid in the
+    /// decision, so that Redis needs a command instead of a script.
+    Release,
     /// Extends a hold that has not ended, up to the [maximum](crate::HoldTerms::max_ttl) from its
     /// charge on. Several charges are independent of each other.
     Renew,
@@ -55,5 +59,10 @@ impl Action {
     #[must_use]
     pub fn is_all_or_nothing(self) -> bool {
         matches!(self, Self::Acquire | Self::Peek)
+    }
+
+    /// Returns whether it needs the hold of an earlier acquire.
+    pub(crate) fn is_on_hold(self) -> bool {
+        matches!(self, Self::Commit | Self::Release | Self::Renew)
     }
 }

@@ -341,8 +341,9 @@ impl<'a> Charge<'a> {
         }
         let is_reserved = self.hold.is_some_and(|hold| !hold.is_settled());
         match (action, self.hold) {
-            (Action::Commit | Action::Renew, None) => return Err(ChargeError::NoHold),
-            (Action::Commit | Action::Renew, Some(_)) => return Ok(()),
+            (Action::Commit | Action::Release | Action::Renew, hold) => {
+                return hold.map(|_| ()).ok_or(ChargeError::NoHold);
+            }
             (Action::Acquire, _) if self.quota.is_concurrency() && !is_reserved => {
                 let is_settled = self.hold.is_some();
                 let error =

@@ -47,6 +47,8 @@ pub struct Hold {
     /// Microseconds; `None`: that of the quota.
     ttl: Option<u64>,
     is_settled: bool,
+    /// Whether no other hold ever has this id.
+    is_unique: bool,
 }
 
 /// How long holds of a quota live, and what happens to their units at the end.
@@ -165,7 +167,7 @@ impl Hold {
         let is_valid = (1..=MAX_ID_BYTES).contains(&id.len())
             && id.bytes().all(|byte| byte.is_ascii_graphic());
         let id = if is_valid { id.into_boxed_str() } else { return Err(HoldError::Id) };
-        Ok(Self { id, ttl: None, is_settled: false })
+        Ok(Self { id, ttl: None, is_settled: false, is_unique: false })
     }
 
     /// Creates a hold with 128 random bits as its id.
@@ -173,7 +175,7 @@ impl Hold {
     pub fn random() -> Self {
         let mut id = String::with_capacity(32);
         let _ = write!(id, "{:016x}{:016x}", random_u64(), random_u64());
-        Self { id: id.into_boxed_str(), ttl: None, is_settled: false }
+        Self { id: id.into_boxed_str(), ttl: None, is_settled: false, is_unique: true }
     }
 
     /// Creates a hold with a random id for ten seconds: the lease of a
@@ -217,7 +219,7 @@ impl Hold {
 
     /// Returns a reservation with the same id.
     pub(crate) fn unsettled(&self) -> Self {
-        Self { id: self.id.clone(), ttl: None, is_settled: false }
+        Self { ttl: None, is_settled: false, ..self.clone() }
     }
 
     /// Returns the id.
@@ -230,6 +232,11 @@ impl Hold {
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.is_settled
+    }
+
+    /// Returns whether no other hold ever has this id, so that a late release is one of this hold.
+    pub(crate) fn is_unique(&self) -> bool {
+        self.is_unique
     }
 
     /// Returns the time for which it holds the units of this quota, or its id is remembered.

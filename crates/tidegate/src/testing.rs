@@ -326,7 +326,12 @@ async fn decide<S: Store>(
         }
         (Action::Peek, charges) => limiter.decide_all(action, charges).await.map(Vec::from),
         (
-            Action::ChargeUpTo | Action::Report | Action::Commit | Action::Renew | Action::Refund,
+            Action::ChargeUpTo
+            | Action::Report
+            | Action::Commit
+            | Action::Release
+            | Action::Renew
+            | Action::Refund,
             charges,
         ) => limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store),
         (_, charges) => limiter.acquire_all(charges).await.map(Vec::from),

@@ -110,6 +110,32 @@ mod checks {
         assert_eq!(left(limiter, &plain).await, 0, "the new window is as it was");
     }
 
+    pub(super) async fn a_release_frees_its_unit_once<S: Store>(
+        limiter: &Limiter<S>,
+        _clock: &ManualClock,
+    ) {
+        let quota = Quota::concurrency(2).expect("valid");
+        let (one, two) = (Hold::random(), Hold::random());
+        let charge = Charge::new("u", &quota);
+        for hold in [&one, &two] {
+            assert!(decide(limiter, Action::Acquire, &charge.with_hold(hold)).await.allowed);
+        }
+        for expected in [HoldStatus::Settled, HoldStatus::Unknown] {
+            let released = decide(limiter, Action::Release, &charge.with_hold(&one)).await;
+            assert_eq!((released.allowed, status(&released)), (true, Some(expected)));
+            assert_eq!(left(limiter, &charge).await, 1);
+        }
+        let without = limiter.decide(Action::Release, &charge).await;
+        assert!(matches!(without, Err(Error::Charge(ChargeError::NoHold))), "{without:?}");
+        let renewed = decide(limiter, Action::Renew, &charge.with_hold(&two)).await;
+        assert_eq!(status(&renewed), Some(HoldStatus::Held));
+        let released = decide(limiter, Action::Release, &charge.with_hold(&two)).await;
+        assert_eq!(status(&released), Some(HoldStatus::Settled), "after a renewal, too");
+        assert_eq!(left(limiter, &charge).await, 2);
+        let ended = decide(limiter, Action::Renew, &charge.with_hold(&two)).await;
+        assert_eq!(status(&ended), Some(HoldStatus::Ended));
+    }
+
     pub(super) async fn a_denied_reservation_leaves_nothing<S: Store>(
         limiter: &Limiter<S>,
         clock: &ManualClock,
@@ -549,6 +575,7 @@ mod checks {
 on_both_stores! {
     a_reservation_is_checked_and_charged_in_one_step
     a_commit_returns_units_to_the_window_of_the_charge
+    a_release_frees_its_unit_once
     a_denied_reservation_leaves_nothing
     a_hold_that_ends_does_not_end_those_in_flight
     a_slot_is_never_lost
@@ -934,6 +961,27 @@ async fn a_cancelled_caller_does_not_strand_its_permit() {
         }
         drop(held);
         until("the cancelled permit is released", free).await;
+    }
+}
+
+/// A script would cost Redis ten times as much. An id of the caller may be used again, and a late
+/// command would release that hold.
+#[tokio::test]
+async fn a_permit_is_released_without_a_script_unless_its_id_may_be_used_again() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::concurrency(3).expect("valid");
+    let id = hold("export-7");
+    let plain = Charge::new("u", &quota);
+    for (charge, is_script) in
+        [(plain, false), (plain.with_hold(&id), true), (plain.with_cost(2), true)]
+    {
+        let permit = limiter.hold(&charge).await.expect("decided");
+        assert!(permit.is_allowed());
+        let before = redis.calls_of("evalsha");
+        permit.release().await.expect("released");
+        assert_eq!(redis.calls_of("evalsha") > before, is_script, "{charge:?}");
+        assert_eq!(left(&limiter, &plain).await, 3);
     }
 }
 

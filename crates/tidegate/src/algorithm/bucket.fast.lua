@@ -33,6 +33,7 @@ for i = from, to do
   if part > 0 and remaining > 0 then remaining = remaining - 1 end
   if total <= remaining then
     if spends then
+      include('hold.record.lua') if slow then break end
       -- Drained then, rounded up.
       local drained_at = now + ((level + total) * window + part) / limit + 1
       if lives_until >= drained_at then
@@ -57,6 +58,7 @@ for i = from, to do
     replied = replied + 1
     reply[replied] = pack('<dddd', times, remaining, level, part)
   elseif cost > remaining then
+    include('hold.denied.lua') if slow then break end
     -- drain_time of the units that are too many, and of all: divided and rounded up.
     local retry_after, reset_after = (level + cost - option) * window + part, level * window + part
     if reset_after >= 4503599627370496 or retry_after >= 4503599627370496 then slow = i break end

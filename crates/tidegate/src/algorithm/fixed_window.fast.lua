@@ -31,6 +31,7 @@ for i = from, to do
   if remaining < 0 then remaining = 0 end
   if total <= remaining then
     if spends then
+      include('hold.record.lua') if slow then break end
       if is_new then
         if not expires then
           expires = math.floor((begins + window + expiry_shift) / 1000) + 1
@@ -47,6 +48,7 @@ for i = from, to do
     replied = replied + 1
     reply[replied] = pack('<ddd', times, remaining, left)
   elseif cost > remaining then
+    include('hold.denied.lua') if slow then break end
     local reset_after = units == 0 and 0 or left
     if is_single then
       return pack('<dddddd', server_time, 0, remaining, left, left, reset_after)

@@ -65,6 +65,7 @@ for i = from, to do
   if remaining < 0 then remaining = 0 end
   if total <= remaining then
     if spends then
+      include('hold.record.lua') if slow then break end
       if is_new then
         local expires_at = start == begins and expires
         if not expires_at then
@@ -95,6 +96,7 @@ for i = from, to do
     replied = replied + 1
     reply[replied] = pack('<dddd', times, remaining, current, elapsed)
   elseif cost > remaining and stored_window == window then
+    include('hold.denied.lua') if slow then break end
     -- retry_after: until at most `room` of the units of the previous window count. If there is no
     -- room, that is in the next window, in which the units of the current one are the previous.
     local units, room, retry_after = previous, limit - current - cost, -elapsed

@@ -87,6 +87,7 @@ for i = from, to do
         now_text = time == 0 and clock[1] .. sub('00000' .. clock[2], -6)
           or string.format('%016.0f', now)
       end
+      include('hold.record.lua') if slow then break end
       if gone < 0 then
         try('UNLINK', key)
         newest, is_old = nil, true
@@ -131,6 +132,7 @@ for i = from, to do
     replied = replied + 1
     reply[replied] = pack('<dd', times, remaining)
   elseif cost > remaining and is_current and units > 0 and units + cost - limit <= 1 then
+    include('hold.denied.lua') if slow then break end
     -- The first member leaves room. Otherwise sliding_log.lua searches for the one that does.
     local retry_after = (first_time or sub(first, 1, 16)) + window - now
     local reset_after = (newest_time or sub(newest, 1, 16)) + window - now

@@ -55,6 +55,7 @@ for i = from, to do
     if spends then
       -- A few units that are spent together are written as single requests.
       if total > 8 or 18 + (units + total) * width > 4096 then slow = i break end
+      include('hold.record.lua') if slow then break end
       if not stamp then
         stamp = pack(time_format, now % modulus)
         if total > 1 then stamp = string.rep(stamp, total) end
@@ -88,6 +89,7 @@ for i = from, to do
     replied = replied + 1
     reply[replied] = pack('<dd', times, remaining)
   elseif cost > remaining and lives_until >= newest + window then
+    include('hold.denied.lua') if slow then break end
     local must_leave, retry_after = units + cost - limit, window
     local reset_after = units == 0 and 0 or newest + window - now
     if must_leave <= units then

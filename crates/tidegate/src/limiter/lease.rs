@@ -11,7 +11,7 @@ use super::Limiter;
 use crate::charge::{Charge, OwnedCharge};
 use crate::clock::Timestamp;
 use crate::decision::Decision;
-use crate::hold::HoldStatus;
+use crate::hold::{Hold, HoldStatus};
 use crate::join::join_all;
 use crate::store::{Action, Store};
 
@@ -96,6 +96,15 @@ impl Lease {
 
     pub(crate) fn charge(&self) -> Charge<'_> {
         self.held.charge.charge()
+    }
+
+    /// Returns the action that releases its units. A late [`Action::Release`] of an id that is used
+    /// again would release another hold.
+    pub(crate) fn release_action(&self) -> Action {
+        let charge = self.charge();
+        let is_unique = charge.hold().is_some_and(Hold::is_unique);
+        let is_unit_in_flight = charge.quota().is_concurrency() && charge.cost() == 1;
+        if is_unique && is_unit_in_flight { Action::Release } else { Action::Commit }
     }
 
     /// Takes the decision on a reservation that was sent at this time.

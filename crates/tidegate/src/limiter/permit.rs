@@ -7,8 +7,8 @@ use super::{Error, Limiter};
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::hold::Hold;
+use crate::store::Store;
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, Store};
 
 /// Units that are held until it is dropped. See [`Limiter::hold`].
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl<S: Store> Permit<S> {
             return Ok(());
         }
         let charge = self.lease.charge().with_cost(0);
-        self.limiter.decide(Action::Commit, &charge).await.map(drop)
+        self.limiter.decide(self.lease.release_action(), &charge).await.map(drop)
     }
 }
 
@@ -135,15 +135,16 @@ impl<S: Store> Drop for Permit<S> {
         if !self.decision.allowed {
             return;
         }
+        let action = self.lease.release_action();
         let charge = self.lease.charge().with_cost(0);
-        if self.limiter.decide_now(Action::Commit, &charge).is_some() {
+        if self.limiter.decide_now(action, &charge).is_some() {
             return;
         }
         let Some(runtime) = &self.runtime else { return };
         let (limiter, lease) = (self.limiter.clone(), self.lease.take());
         runtime.spawn(async move {
             let charge = lease.charge().with_cost(0);
-            if let Err(error) = limiter.decide(Action::Commit, &charge).await {
+            if let Err(error) = limiter.decide(action, &charge).await {
                 tracing::debug!(%error, "a permit was not released, and ends with its lease");
             }
         });

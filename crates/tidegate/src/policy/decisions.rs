@@ -428,10 +428,9 @@ impl<'a> PolicyDecision<'a> {
     /// never denies.
     #[must_use]
     pub fn is_denied(&self) -> bool {
-        let is_decision = !matches!(
-            self.action(),
-            Action::Refund | Action::Reset | Action::Commit | Action::Renew
-        );
+        let action = self.action();
+        let is_decision =
+            !(matches!(action, Action::Refund | Action::Reset) || action.is_on_hold());
         is_decision && (self.charge.exceeds_capacity() || (self.decided && !self.decision.allowed))
     }
 

@@ -209,8 +209,12 @@ impl<S: Store, O: Observer + Clone + 'static> Leased for LeasedRequest<S, O> {
     fn commit(&self, commits: Vec<(LeasedCharge, u64)>) -> Option<Commits> {
         let mut waiting = Vec::new();
         for (charge, units) in &commits {
-            let commit = PreparedCharge::commit_of(charge.lease.charge(), *units);
-            match self.limiter.start(Action::Commit, Query::charge(commit)) {
+            let action = match units {
+                0 => charge.lease.release_action(),
+                _ => Action::Commit,
+            };
+            let commit = PreparedCharge::settlement_of(charge.lease.charge(), action, *units);
+            match self.limiter.start(action, Query::charge(commit)) {
                 Ok(Progress::Decided(_)) => {}
                 Ok(Progress::Waiting(commit)) => waiting.push(commit.into_owned()),
                 Err(error) => log_failed(&error),

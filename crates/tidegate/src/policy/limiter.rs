@@ -455,7 +455,7 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         action: Action,
         charge: PreparedCharge<'a>,
     ) -> PreparedCharge<'a> {
-        if !matches!(action, Action::Refund | Action::Commit | Action::Renew) {
+        if !(action == Action::Refund || action.is_on_hold()) {
             return charge;
         }
         let Some(policy) = self.policies.get(charge.policy()) else { return charge };

@@ -41,13 +41,15 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         }
     }
 
-    /// Decides in this order: reports, resets, commits and renewals; peeks that can deny the request
+    /// Decides in this order: reports, resets, and actions on holds; peeks that can deny the request
     /// before any units are taken; the enforced acquires, all or nothing; the others, such as
     /// refunds, one by one.
     async fn decide_jointly(&self, entries: &mut [PolicyDecision<'_>]) -> Result<(), Error> {
         let mut deadline = Deadline { at: self.deadline(), calls: 0 };
         let asked_at = self.limiter().store().clock().now();
-        for action in [Action::Report, Action::Reset, Action::Commit, Action::Renew] {
+        let independent =
+            [Action::Report, Action::Reset, Action::Commit, Action::Release, Action::Renew];
+        for action in independent {
             let belongs =
                 |entry: &PolicyDecision<'_>| entry.action() == action && !entry.is_shadow();
             // They are independent of each other, so a repeated count, or more than one call can

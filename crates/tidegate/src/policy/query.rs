@@ -386,11 +386,12 @@ impl<'a> PreparedCharge<'a> {
         charge
     }
 
-    /// Creates the commit of a charge, which has a hold, at the units that were used.
-    pub(super) fn commit_of(charge: Charge<'a>, used: u64) -> Self {
+    /// Creates the commit of a charge, which has a hold, at the units that were used, or its
+    /// release.
+    pub(super) fn settlement_of(charge: Charge<'a>, action: Action, used: u64) -> Self {
         Self {
             cost: used,
-            action: Action::Commit,
+            action,
             on_store_failure: charge.on_store_failure(),
             hold: charge.hold().map(|hold| Arc::new(hold.clone())),
             ..Self::new(charge.policy(), charge.key(), charge.quota())

@@ -239,7 +239,7 @@ impl Model {
                 taken > 0 || stepped_back
             }
             // Each is decided by other actions.
-            Action::Commit | Action::Renew => false,
+            Action::Commit | Action::Release | Action::Renew => false,
             Action::Acquire | Action::Peek => {
                 denied = !fits;
                 let spend = cost > 0 && ((fits && all_fit) || (denied && quota.count_denied()));

@@ -40,7 +40,7 @@ impl PendingCommits {
 impl<S: SharedStore> FallbackCore<S> {
     /// Returns whether the hold of this charge is that of a local decision.
     pub(super) fn holds_locally(&self, action: Action, charge: &Charge<'_>) -> bool {
-        matches!(action, Action::Commit | Action::Renew | Action::Refund)
+        (action == Action::Refund || action.is_on_hold())
             && charge.hold().is_some_and(|hold| self.local.has_hold(charge, hold))
     }
 

@@ -44,7 +44,9 @@ impl<S: SharedStore> FallbackCore<S> {
             Action::Acquire | Action::Peek => {}
             Action::Report if memory_helps => return self.report_locally(charges, &error),
             // A value that cannot be read stays so.
-            Action::Commit if memory_helps && !matches!(error, StoreError::Unreadable(_)) => {
+            Action::Commit | Action::Release
+                if memory_helps && !matches!(error, StoreError::Unreadable(_)) =>
+            {
                 return self.commit_later(charges, &error);
             }
             Action::Refund
@@ -52,6 +54,7 @@ impl<S: SharedStore> FallbackCore<S> {
             | Action::ChargeUpTo
             | Action::Report
             | Action::Commit
+            | Action::Release
             | Action::Renew => {
                 return Err(error);
             }

@@ -122,6 +122,7 @@ impl ChargeContext<'_> {
             | Action::ChargeUpTo
             | Action::Report
             | Action::Commit
+            | Action::Release
             | Action::Renew => {
                 return self.apply(table, reservation);
             }

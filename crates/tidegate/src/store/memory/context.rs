@@ -145,7 +145,12 @@ impl<'a> ChargeContext<'a> {
             Action::Acquire => self.all_fit,
             Action::ChargeUpTo => remaining > 0 && self.charge.cost() > 0,
             Action::Report => true,
-            Action::Peek | Action::Refund | Action::Reset | Action::Commit | Action::Renew => false,
+            Action::Peek
+            | Action::Refund
+            | Action::Reset
+            | Action::Commit
+            | Action::Release
+            | Action::Renew => false,
         }
     }
 

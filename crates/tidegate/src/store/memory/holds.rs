@@ -510,7 +510,7 @@ impl ChargeContext<'_> {
         };
         match self.action {
             Action::Acquire | Action::Peek => self.reserve(hold, table, reservation, starts_block),
-            Action::Commit | Action::Refund => {
+            Action::Commit | Action::Release | Action::Refund => {
                 let (decision, status) = self.settle(hold, table, reservation)?;
                 Ok((decision, Some(HoldState::of_micros(status, 0))))
             }
@@ -799,9 +799,10 @@ impl MemoryStore {
     ) -> Option<u64> {
         let record = self.record(charge, hold)?;
         match (action, record.state()) {
-            (Action::Commit | Action::Refund, State::Open | State::OpenUntilRelease) => {
-                Some(record.units)
-            }
+            (
+                Action::Commit | Action::Release | Action::Refund,
+                State::Open | State::OpenUntilRelease,
+            ) => Some(record.units),
             (Action::Refund, State::Settled) => Some(record.end_or_used),
             _ => None,
         }

@@ -74,8 +74,10 @@ const INCLUDED: [(&str, &str); 14] = [
 ];
 /// Files of holds. Calls without holds have a script without them: the garbage collector visits all
 /// of a script, which would make each of its decisions 4 % longer.
-const HOLDS: [(&str, &str); 4] = [
+const HOLDS: [(&str, &str); 6] = [
     ("hold.fast.lua", include_str!("../../algorithm/hold.fast.lua")),
+    ("hold.record.lua", include_str!("../../algorithm/hold.record.lua")),
+    ("hold.denied.lua", include_str!("../../algorithm/hold.denied.lua")),
     ("hold.after.lua", include_str!("../../algorithm/hold.after.lua")),
     ("hold.lua", include_str!("../../algorithm/hold.lua")),
     ("concurrency.lua", include_str!("../../algorithm/concurrency.lua")),
@@ -159,9 +161,19 @@ fn assembled(has_holds: bool) -> String {
         text.replace(&format!("include('{name}')\n"), file)
     };
     let text = INCLUDED.iter().fold(DECIDE.to_owned(), include);
-    HOLDS
-        .iter()
-        .fold(text, |text, (name, file)| include(text, &(*name, if has_holds { file } else { "" })))
+    if has_holds {
+        // The rest of the line of an include runs after the file.
+        let include = |text: String, (name, file): &(&str, &str)| {
+            text.replace(&format!("include('{name}')"), file)
+        };
+        return HOLDS.iter().fold(text, include);
+    }
+    let is_of_holds = |line: &&str| {
+        HOLDS.iter().any(|(name, _)| line.trim_start().starts_with(&format!("include('{name}')")))
+    };
+    text.lines()
+        .filter(|line| !is_of_holds(line))
+        .fold(String::new(), |text, line| text + line + "\n")
 }
 
 #[cfg(test)]

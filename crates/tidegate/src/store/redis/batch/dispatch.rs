@@ -224,6 +224,8 @@ struct PlannedCall {
     mode: KeyMode,
     clock: ClockSource,
     asking: bool,
+    /// Whether it is the release of a unit in flight, which is no script.
+    is_release: bool,
 }
 
 /// Form of the calls of a batch, which errors of the server change.
@@ -364,17 +366,21 @@ impl Round<'_> {
     /// splits slots, if it does not cross them, one per slot.
     fn plan(&self, items: Vec<usize>, form: &CallForm) -> Vec<PlannedCall> {
         let sealed = self.sealed;
-        let clock = form.clock;
         let planned = |items: &[usize], mode, asking| {
             let repeats = |item: usize| sealed.repeats[item];
+            let is_release = items.first().is_some_and(|item| sealed.requests.is_release(*item));
             let items = sealed.requests.order(items.iter().copied(), repeats);
-            PlannedCall { items, mode, clock, asking }
+            let clock = if is_release { ClockSource::Server } else { form.clock };
+            PlannedCall { items, mode, clock, asking, is_release }
         };
         let declared = |items: &[usize], asking| planned(items, KeyMode::Declared, asking);
         let (mut calls, mut shared) = (Vec::new(), items);
         let mut spans_slots = false;
         shared.retain(|item| {
             match sealed.deliveries[*item] {
+                Delivery::Shared if sealed.requests.is_release(*item) => {
+                    calls.push(declared(&[*item], false));
+                }
                 Delivery::Shared => return true,
                 Delivery::Spanning => {
                     spans_slots = true;
@@ -463,11 +469,15 @@ impl Round<'_> {
             None
         };
         let times = self.dispatcher.server_times(&connection.clock, deadline, estimate, requests);
-        let script_call = |call: &PlannedCall| ScriptCall {
-            script: Script::decide(call.mode, requests.have_holds(&call.items))
-                .with_clock(call.clock),
-            arguments: requests.arguments(&call.items, &times, call.mode),
-            asking: call.asking,
+        let script_call = |call: &PlannedCall| {
+            let (script, arguments) = if call.is_release {
+                (None, requests.release(call.items[0].item))
+            } else {
+                let script = Script::decide(call.mode, requests.have_holds(&call.items));
+                let arguments = requests.arguments(&call.items, &times, call.mode);
+                (Some(script.with_clock(call.clock)), arguments)
+            };
+            ScriptCall { script, arguments, asking: call.asking }
         };
         let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
         for call in calls {
@@ -481,6 +491,10 @@ impl Round<'_> {
         let received = Instant::now();
         measured.end(received);
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
+            if call.is_release {
+                let released = EncodedRequests::read_release(&reply?);
+                return Ok(vec![released.map_err(AttemptError::Unusable)?]);
+            }
             let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
             // Otherwise it is our own estimate.
             if !is_estimated {

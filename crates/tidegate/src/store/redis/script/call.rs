@@ -22,10 +22,11 @@ use crate::store::redis::routing::TopologyState;
 use crate::store::redis::routing::slots::slot_of;
 use crate::store::redis::routing::step::{CallError, CallTarget, Delivery, NextStep, Retries};
 
-/// Call of one script.
+/// Call of one script, or the release of a unit in flight.
 pub(crate) struct ScriptCall {
-    pub(crate) script: &'static Script,
-    /// Number of keys, keys, and arguments.
+    /// `None` for a release, which is a ZREM.
+    pub(crate) script: Option<&'static Script>,
+    /// Number of keys, keys, and arguments; for a release the key and the member.
     pub(crate) arguments: Command,
     /// Whether ASKING precedes it, because the node is importing its slot.
     pub(crate) asking: bool,
@@ -163,7 +164,9 @@ impl NodeClient {
         deadline: Instant,
     ) -> Result<(), AttemptError> {
         for call in missing {
-            self.load(calls[*call].script, loads_before, deadline).await?;
+            if let Some(script) = calls[*call].script {
+                self.load(script, loads_before, deadline).await?;
+            }
         }
         Ok(())
     }
@@ -180,9 +183,13 @@ impl NodeClient {
             if *asking {
                 Command::new("ASKING").encode(&[], &mut pipeline);
             }
-            let first_words = script.first_words(with_text);
-            pipeline.reserve(HEAD_BYTES + first_words[1].len() + arguments.len());
-            arguments.encode(&first_words, &mut pipeline);
+            if let Some(script) = script {
+                let first_words = script.first_words(with_text);
+                pipeline.reserve(HEAD_BYTES + first_words[1].len() + arguments.len());
+                arguments.encode(&first_words, &mut pipeline);
+            } else {
+                arguments.encode(&["ZREM"], &mut pipeline);
+            }
             commands += 1 + usize::from(*asking);
         }
         match self.send(on, &pipeline, commands).await {
@@ -291,7 +298,7 @@ impl OwnCall<'_> {
             arguments.push(format!("{} {}", now / 1_000_000, now % 1_000_000).as_bytes());
         }
         let asking = *delivery == Delivery::Asking;
-        let call = ScriptCall { script: self.script.with_clock(clock), arguments, asking };
+        let call = ScriptCall { script: Some(self.script.with_clock(clock)), arguments, asking };
         node.run(&connection, &[call], deadline).await.remove(0)
     }
 }

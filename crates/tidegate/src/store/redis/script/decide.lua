@@ -24,7 +24,8 @@
 --        After all charges come seven doubles per hold: number of the charge, mode (0 without an
 --        id, 1 reserve, 2 settled at once), ttl, max_ttl, ttl of the policy (microseconds), number
 --        of keys of a record, and of a set; then, per block: number of the charge, number of
---        lengths, lengths (microseconds).
+--        lengths, lengths (microseconds). `times` is 1 for a group of one charge that hold.fast.lua
+--        may decide; its header ends with the window as text.
 --          action   1 acquire, 2 peek, 3 refund, 4 reset, 5 charge-up-to, 6 report: charges even
 --                   beyond the limit, each charge separately, 7 count-denied: an acquire that
 --                   another node has already denied; spends nothing; 8 commit, 9 renew
@@ -35,9 +36,9 @@
 --        algorithm's snapshot (from which the client computes each decision), and if some were
 --        denied: their retry_after, reset_after (microseconds)
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
---        or, for a single one with a hold, 2 and the reply of a run, with its state as below;
 --        for a reset just 1; for a charge whose hold has a record also its status (0 none, 1 held,
---        2 repeated, 3 settled, 4 ended) and the time until its end
+--        2 repeated, 3 settled, 4 ended, 5 unknown) and the time until its end. A group with
+--        `times` 1 has 2 before it, or the reply of a run: it is held if it is granted.
 --        A request that fails has instead: -1, the length of the error's text, and the text. The
 --        client knows which errors do not concern the key, such as OOM.
 --        The text is that of Redis, or "damaged value: …" if the script cannot compute with what
@@ -75,7 +76,8 @@ local deadline, time, runs, kind, count, limit, window, option, cost, times =
 include('clock.lua')
 if server_time > deadline then return pack('<d', server_time) end
 -- Packed numbers. The fast path of a single key returns them at once, without this table.
-local is_single, reply, replied = runs == 1 and count == 1, nil, 1
+local is_single, reply, replied =
+  runs == 1 and (count == 1 or kind == 0 and times == 1), nil, 1
 if not is_single then reply = {pack('<d', server_time)} end
 -- A test's clock may stop while the server's goes on, so keys expire an hour later.
 if time > 0 then now, expiry_shift = time, server_time - time + 3600000000 end

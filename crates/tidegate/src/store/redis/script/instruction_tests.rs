@@ -219,10 +219,14 @@ redis.call('PEXPIRE', KEYS[1], 60000)
 return 1";
 /// Keys per call of holds, and calls: more would be too much work for one call.
 const HOLD_SHAPES: [(usize, usize); 2] = [(1, 64), (10, 6)];
+/// Ways to release a unit in flight: with a decision, and as permits do.
+const RELEASES: [(&str, Action); 2] =
+    [("committed", Action::Commit), ("released", Action::Release)];
 /// Holds of a key before those that are measured.
 const HELD: usize = 20;
 
-/// Sends one request per key with a hold, whose id has this number.
+/// Sends one request per key with a hold, whose id has this number. Returns whether all were
+/// allowed.
 fn send_holds(
     connection: &mut Connection,
     quota: &Quota,
@@ -233,37 +237,45 @@ fn send_holds(
     let name = |text: &mut String, charge: &Charge<'_>| {
         let _ = write!(text, "rate_limit:{{{}}}:holds", charge.key());
     };
-    let mut allowed = true;
-    for call in 0..calls {
+    let requests = |call: usize| {
         let mut requests = EncodedRequests::default();
         for key in 0..keys {
             let key = format!("{case:04}{:08}", call * keys + key);
             let hold = Hold::new(format!("{number:032x}")).expect("valid");
             let charges = [Charge::new(&key, quota).with_hold(&hold)];
-            let operation = Operation::Apply(action);
-            requests.add(&Request::new(operation, &charges), 0, name);
+            requests.add(&Request::new(Operation::Apply(action), &charges), 0, name);
         }
-        let order = requests.order(0..requests.items().len(), |_| 1);
-        let driven = Some(START + STEP * number as u64);
-        let server_times = ServerTimes { driven, ..ServerTimes::default() };
+        requests
+    };
+    let requests: Vec<EncodedRequests> = (0..calls).map(requests).collect();
+    let order = requests[0].order(0..keys, |_| 1);
+    let driven = Some(START + STEP * number as u64);
+    let server_times = ServerTimes { driven, ..ServerTimes::default() };
+    let mut commands = Vec::new();
+    for requests in &requests {
+        if action == Action::Release {
+            (0..keys).for_each(|key| requests.release(key).encode(&["ZREM"], &mut commands));
+            continue;
+        }
         let arguments = requests.arguments(&order, &server_times, KeyMode::Declared);
-        let mut command = Vec::new();
         let script = Script::decide(KeyMode::Declared, requests.have_holds(&order));
-        arguments.encode(&script.first_words(false), &mut command);
-        let reply = connection.req_packed_command(&command).expect("decided");
-        let redis::Value::BulkString(reply) = reply else { panic!("{reply:?}") };
-        let reply = requests.read(&order, &Value::String(reply)).expect("valid");
-        for item in reply.items.expect("in time") {
-            match item {
-                ItemReply::Decisions(decisions) => allowed &= decisions[0].0.allowed,
-                ItemReply::Grants(grants) | ItemReply::Held(grants, _) => {
-                    allowed &= grants.granted == 1;
-                }
-                ItemReply::Error(error) => panic!("{error}"),
-            }
-        }
+        arguments.encode(&script.first_words(false), &mut commands);
     }
-    allowed
+    let count = if action == Action::Release { keys * calls } else { calls };
+    let is_allowed = |reply: redis::Value| {
+        let reply = match reply {
+            redis::Value::BulkString(reply) => reply,
+            removed => return removed == redis::Value::Int(1),
+        };
+        let reply = requests[0].read(&order, &Value::String(reply)).expect("valid");
+        reply.items.expect("in time").into_iter().all(|item| match item {
+            ItemReply::Decisions(decisions) => decisions[0].0.allowed,
+            ItemReply::Grants(grants) | ItemReply::Held(grants, _) => grants.granted == 1,
+            ItemReply::Error(error) => panic!("{error}"),
+        })
+    };
+    let replies = connection.req_packed_commands(&commands, 0, count).expect("decided");
+    replies.into_iter().all(is_allowed)
 }
 
 fn load(connection: &mut Connection, script: &Script) {
@@ -273,10 +285,8 @@ fn load(connection: &mut Connection, script: &Script) {
 /// Adds the instructions of holds, and of a naive semaphore.
 fn measure_holds(server: &Server, connection: &mut Connection, counts: &mut BTreeMap<String, u64>) {
     load(connection, Script::decide(KeyMode::Declared, true));
-    let day = Duration::from_secs(86_400);
-    let rates = [Quota::fixed_window(100, day), Quota::token_bucket(100, day)];
     let mut cases: Vec<(String, Quota)> = Vec::new();
-    for quota in rates.map(|quota| quota.expect("valid")) {
+    for quota in quotas(100) {
         let name = quota.default_policy_name().trim_end_matches("-86400s").to_owned();
         cases.push((format!("{name}/reserved"), quota));
     }
@@ -297,9 +307,13 @@ fn measure_holds(server: &Server, connection: &mut Connection, counts: &mut BTre
             let decisions = (keys * calls * MEASURED) as u64;
             counts.insert(format!("{name}/{keys}"), server.instructions() / decisions);
             if name == "concurrency/allowed" {
-                measured.for_each(|number| assert!(send(Action::Commit, number)));
-                let count = server.instructions() / decisions;
-                counts.insert(format!("concurrency/released/{keys}"), count);
+                for (result, action) in RELEASES {
+                    measured.clone().for_each(|number| assert!(send(Action::Acquire, number)));
+                    server.instructions();
+                    measured.clone().for_each(|number| assert!(send(action, number)));
+                    let count = server.instructions() / decisions;
+                    counts.insert(format!("concurrency/{result}/{keys}"), count);
+                }
             }
         }
     }
@@ -307,15 +321,14 @@ fn measure_holds(server: &Server, connection: &mut Connection, counts: &mut BTre
         redis::cmd("SCRIPT").arg("LOAD").arg(NAIVE_SEMAPHORE).query(connection).expect("loaded");
     for (name, limit) in [("allowed", 100), ("denied", HELD)] {
         let mut send = |number: usize| -> Vec<u8> {
-            let key = |key: usize| format!("rate_limit:{{{name}{key:012}}}:holds");
             let now = START / 1_000 + number as u64;
-            let answers = (0..SHAPES[0].1).map(|at| {
-                let id = format!("{number:032x}");
-                let mut call = redis::cmd("EVALSHA");
-                call.arg(&sha).arg(1).arg(key(at)).arg(now).arg(limit).arg(now + 60_000).arg(id);
-                call.query(connection).expect("decided")
-            });
-            answers.collect()
+            let mut calls = redis::pipe();
+            for key in 0..SHAPES[0].1 {
+                let key = format!("rate_limit:{{{name}{key:012}}}:holds");
+                calls.cmd("EVALSHA").arg(&sha).arg(1).arg(key).arg(now).arg(limit);
+                calls.arg(now + 60_000).arg(format!("{number:032x}"));
+            }
+            calls.query(connection).expect("decided")
         };
         (0..HELD).for_each(|number| assert!(send(number).iter().all(|allowed| *allowed == 1)));
         server.instructions();

@@ -88,6 +88,11 @@ enum RequestKind {
     Peek,
     /// Any other operation, on one or more charges.
     Group(Operation),
+    /// Operation on the hold of one charge that the fast path decides, unless it finds a state that
+    /// it leaves to the general part.
+    Held(Action),
+    /// Release of one unit in flight, which needs no script.
+    Release,
 }
 
 /// Key of the items that are sent with one header: a group, or acquires or peeks of one quota and cost. Unless two
@@ -140,6 +145,8 @@ struct EncodedQuota {
     option: u64,
 }
 
+/// Text between the key of a count and the id of a hold, in the key of its record.
+const RECORD_MARK: &str = ":h:";
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
@@ -151,6 +158,8 @@ const HEADER_BYTES: usize = 112;
 const SMALL_LOG: u64 = 250;
 /// Factor by which the general part of the script takes longer than its fast paths.
 const GENERAL_FACTOR: usize = 4;
+/// Factor by which a decision with a hold takes longer than one without.
+const HELD_FACTOR: usize = 2;
 /// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
 /// duplicate costs little.
 const MAX_QUOTA_SCAN: usize = 8;
@@ -163,7 +172,8 @@ impl<'a> Request<'a> {
     /// Returns its expected time in Redis, in units of the time for a small count.
     pub(crate) fn weight(&self) -> usize {
         let factor = match RequestKind::of(self) {
-            RequestKind::Acquire | RequestKind::Peek => 1,
+            RequestKind::Acquire | RequestKind::Peek | RequestKind::Release => 1,
+            RequestKind::Held(_) => HELD_FACTOR,
             RequestKind::Group(Operation::Apply(Action::Reset)) => return self.charges.len(),
             RequestKind::Group(_) => GENERAL_FACTOR,
         };
@@ -181,7 +191,7 @@ impl Operation {
             Self::Apply(Action::Reset) => 4,
             Self::Apply(Action::ChargeUpTo) => 5,
             Self::Apply(Action::Report) => 6,
-            Self::Apply(Action::Commit) => 8,
+            Self::Apply(Action::Commit | Action::Release) => 8,
             Self::Apply(Action::Renew) => 9,
             Self::CountDenied => 7,
         }
@@ -196,6 +206,7 @@ impl Operation {
                 | Action::ChargeUpTo
                 | Action::Report
                 | Action::Commit
+                | Action::Release
                 | Action::Renew,
             ) => false,
         }
@@ -228,9 +239,33 @@ impl RequestKind {
                     Self::Acquire
                 }
             }
+            (Operation::Apply(Action::Release), [_]) => Self::Release,
+            (Operation::Apply(action), [charge]) if has_usual_hold(action, charge) => {
+                Self::Held(action)
+            }
             (operation, _) => Self::Group(operation),
         }
     }
+}
+
+/// Returns whether the fast path decides this operation on the hold of a charge, if it finds the
+/// count in a usual state. Members of units in flight are plain ids then.
+fn has_usual_hold(action: Action, charge: &Charge<'_>) -> bool {
+    let (quota, cost) = (charge.quota(), charge.cost());
+    let Some(hold) = charge.hold() else { return false };
+    if quota.is_concurrency() {
+        let has_usual_time =
+            || !hold.is_settled() && hold.ttl_micros(quota.holds()) == micros(quota.holds().ttl());
+        let is_usual = match action {
+            Action::Acquire => cost == 1 && has_usual_time(),
+            Action::Commit | Action::Renew => true,
+            _ => false,
+        };
+        return is_usual && !hold.id().contains(['*', ':']);
+    }
+    action == Action::Acquire
+        && cost > 0
+        && !(quota.count_denied() || quota.has_blocks() || quota.releases_holds())
 }
 
 impl Item {
@@ -377,7 +412,7 @@ impl EncodedRequests {
             }
             start..self.keys.len()
         };
-        let record = hold.map(|hold| add_key(&[":h:", hold.id()]));
+        let record = hold.map(|hold| add_key(&[RECORD_MARK, hold.id()]));
         let set = has_set.then(|| add_key(&[":h"]));
         let terms = quota.holds();
         let ttl = micros(terms.ttl());
@@ -438,6 +473,30 @@ impl EncodedRequests {
         self.weight
     }
 
+    /// Returns whether an item is decided by [`release`](Self::release).
+    pub(crate) fn is_release(&self, item: usize) -> bool {
+        self.items[item].kind == RequestKind::Release
+    }
+
+    /// Encodes the arguments of ZREM, which releases a unit in flight.
+    pub(crate) fn release(&self, item: usize) -> Command {
+        let key = self.key_of(self.items[item].charges.start);
+        let record = self.holds_of(item).first().and_then(|hold| hold.record.clone());
+        let id = record.and_then(|record| self.keys[record].get(key.len() + RECORD_MARK.len()..));
+        Command::new(key).arg(id.unwrap_or_default())
+    }
+
+    /// Decodes the reply to [`release`](Self::release).
+    pub(crate) fn read_release(reply: &Value) -> Result<ItemReply, StoreError> {
+        let status = match reply {
+            Value::Integer(0) => HoldStatus::Unknown,
+            Value::Integer(1) => HoldStatus::Settled,
+            _ => return Err(unexpected("not the result of ZREM")),
+        };
+        let hold = HoldState::of_micros(status, 0);
+        Ok(ItemReply::Decisions(vec![(RawDecision::untouched(0), Some(hold))]))
+    }
+
     /// Returns whether a request has keys of several slots.
     pub(crate) fn spans_slots(&self, item: usize) -> bool {
         let Item { slot, charges, .. } = &self.items[item];
@@ -478,7 +537,9 @@ impl EncodedRequests {
             let run = match self.items[item].kind {
                 RequestKind::Acquire => equal(repeats(item)),
                 RequestKind::Peek => equal(0),
-                RequestKind::Group(_) => RunKey::Group(item),
+                RequestKind::Group(_) | RequestKind::Held(_) | RequestKind::Release => {
+                    RunKey::Group(item)
+                }
             };
             OrderedItem { item, run }
         };
@@ -534,8 +595,8 @@ impl EncodedRequests {
                 }
                 RunKey::Group(_) => {
                     self.push_group(*item, server_times, push);
-                    if let ([charge], [], [_]) =
-                        (self.charges_of(*item), self.blocks_of(*item), self.holds_of(*item))
+                    if let (RequestKind::Held(_), [charge]) =
+                        (self.items[*item].kind, self.charges_of(*item))
                     {
                         header.extend(window_text(self.quotas[charge.quota].window).into_bytes());
                     }
@@ -551,14 +612,18 @@ impl EncodedRequests {
     fn push_group(&self, item: usize, server_times: &ServerTimes, mut push: impl FnMut(i64)) {
         let (charges, blocks) = (self.charges_of(item), self.blocks_of(item));
         let (holds, keys) = (self.holds_of(item), self.keys_of(item).count());
-        let RequestKind::Group(operation) = self.items[item].kind else { return };
+        let (operation, times) = match self.items[item].kind {
+            RequestKind::Group(operation) => (operation, 0),
+            RequestKind::Held(action) => (Operation::Apply(action), 1),
+            RequestKind::Acquire | RequestKind::Peek | RequestKind::Release => return,
+        };
         push(0);
         push(signed(keys as u64));
         push(i64::from(operation.number()));
         push(signed(charges.len() as u64));
         push(signed(blocks.len() as u64));
         push(signed(holds.len() as u64));
-        push(0);
+        push(times);
         for charge in charges {
             let quota = &self.quotas[charge.quota];
             push(i64::from(quota.kind.number()));
@@ -640,13 +705,21 @@ impl EncodedRequests {
             return Ok(ItemReply::Decisions(Vec::new()));
         }
         let holds = self.holds_of(ordered.item);
+        if matches!(self.items[ordered.item].kind, RequestKind::Held(_)) {
+            if !reader.skip(AS_GROUP) {
+                let quota = self.charges_of(ordered.item)[0].quota;
+                let grants = self.read_grants(quota, 1, reader)?;
+                let [mode, ttl, ..] = holds[0].numbers;
+                let expires_after = if mode == SETTLED { 0 } else { ttl };
+                let state = HoldState::of_micros(HoldStatus::Held, expires_after);
+                return Ok(ItemReply::Held(grants, (grants.granted == 1).then_some(state)));
+            }
+            if let Some(error) = reader.error()? {
+                return Ok(ItemReply::Error(error));
+            }
+        }
         let has_hold =
             |charge| holds.iter().any(|hold| hold.charge == charge && hold.record.is_some());
-        if reader.skip(HELD_GRANTS) {
-            let quota = self.charges_of(ordered.item)[0].quota;
-            let grants = self.read_grants(quota, 1, reader)?;
-            return Ok(ItemReply::Held(grants, hold_state(reader.number()?, reader.number()?)?));
-        }
         let decisions = (1..=self.charges_of(ordered.item).len()).map(|charge| {
             let allowed = reader.number()? == 1;
             let mut next = || reader.number();
@@ -659,8 +732,10 @@ impl EncodedRequests {
     }
 }
 
-/// First number of the reply of a fast path to a reservation.
-const HELD_GRANTS: f64 = 2.0;
+/// First number of the reply to a hold that is not the reply of a run: that of a group follows.
+const AS_GROUP: f64 = 2.0;
+/// Mode of an acquire that is settled at once.
+const SETTLED: u64 = 2;
 
 /// Decodes the state of a hold.
 fn hold_state(status: u64, expires_after: u64) -> Result<Option<HoldState>, StoreError> {
