@@ -47,8 +47,9 @@ pub struct Hold {
     /// Microseconds; `None`: that of the quota.
     ttl: Option<u64>,
     is_settled: bool,
-    /// Whether no other hold ever has this id.
-    is_unique: bool,
+    /// Whether it is a [lease](Self::lease): it always has the time of one, also in its renewals,
+    /// and no other hold ever has its id.
+    is_lease: bool,
 }
 
 /// How long holds of a quota live, and what happens to their units at the end.
@@ -167,7 +168,7 @@ impl Hold {
         let is_valid = (1..=MAX_ID_BYTES).contains(&id.len())
             && id.bytes().all(|byte| byte.is_ascii_graphic());
         let id = if is_valid { id.into_boxed_str() } else { return Err(HoldError::Id) };
-        Ok(Self { id, ttl: None, is_settled: false, is_unique: false })
+        Ok(Self { id, ttl: None, is_settled: false, is_lease: false })
     }
 
     /// Creates a hold with 128 random bits as its id.
@@ -175,14 +176,19 @@ impl Hold {
     pub fn random() -> Self {
         let mut id = String::with_capacity(32);
         let _ = write!(id, "{:016x}{:016x}", random_u64(), random_u64());
-        Self { id: id.into_boxed_str(), ttl: None, is_settled: false, is_unique: true }
+        Self { id: id.into_boxed_str(), ttl: None, is_settled: false, is_lease: false }
     }
 
     /// Creates a hold with a random id for ten seconds: the lease of a
     /// [`Permit`](crate::Permit), which renews it.
     #[must_use]
     pub fn lease() -> Self {
-        Self::random().leased()
+        Self { is_lease: true, ..Self::random().leased() }
+    }
+
+    /// Returns whether it is a lease, whose id is never used again.
+    pub(crate) fn is_lease(&self) -> bool {
+        self.is_lease
     }
 
     /// Returns the same hold with its own time, if renewals can keep it, or that of a lease.
@@ -192,7 +198,7 @@ impl Hold {
 
     /// Returns the same hold with the longest time that these terms allow.
     pub(crate) fn with_max_ttl_of(self, terms: &HoldTerms) -> Self {
-        Self { ttl: Some(terms.max_ttl), ..self }
+        Self { ttl: Some(terms.max_ttl), is_lease: false, ..self }
     }
 
     /// Sets the time after which the hold ends, from 1 s to 24 h. The default is that of the quota,
@@ -202,7 +208,7 @@ impl Hold {
         if !(MIN_TTL..=MAX_TTL).contains(&micros) {
             return Err(HoldError::Ttl(ttl));
         }
-        self.ttl = Some(micros);
+        (self.ttl, self.is_lease) = (Some(micros), false);
         Ok(self)
     }
 
@@ -213,13 +219,13 @@ impl Hold {
         if !(SECOND..=MAX_ID_TTL).contains(&micros) {
             return Err(HoldError::IdTtl(ttl));
         }
-        (self.ttl, self.is_settled) = (Some(micros), true);
+        (self.ttl, self.is_settled, self.is_lease) = (Some(micros), true, false);
         Ok(self)
     }
 
     /// Returns a reservation with the same id.
     pub(crate) fn unsettled(&self) -> Self {
-        Self { ttl: None, is_settled: false, ..self.clone() }
+        Self { id: self.id.clone(), ttl: None, is_settled: false, is_lease: false }
     }
 
     /// Returns the id.
@@ -234,15 +240,10 @@ impl Hold {
         self.is_settled
     }
 
-    /// Returns whether no other hold ever has this id, so that a late release is one of this hold.
-    pub(crate) fn is_unique(&self) -> bool {
-        self.is_unique
-    }
-
     /// Returns the time for which it holds the units of this quota, or its id is remembered.
     pub(crate) fn ttl_micros(&self, terms: &HoldTerms) -> u64 {
         match self.ttl {
-            Some(ttl) if self.is_settled => ttl,
+            Some(ttl) if self.is_settled => ttl.min(MAX_ID_TTL),
             ttl => ttl.unwrap_or(terms.ttl).min(terms.max_ttl),
         }
     }
@@ -366,5 +367,7 @@ mod tests {
         assert_eq!(hold().ttl_micros(&terms), SECOND);
         let long = hold().with_ttl(60 * second).expect("valid");
         assert_eq!(long.ttl_micros(&terms), 10 * SECOND);
+        let id = hold().settled(second).expect("valid").with_ttl(3_600 * second).expect("valid");
+        assert_eq!(id.ttl_micros(&terms), MAX_ID_TTL);
     }
 }

@@ -178,7 +178,8 @@ pub async fn conformance_of_holds<S: Store>(
     mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        check(seed, Sequence::of_holds(seed), &mut new_limiter).await;
+        let sequence = Sequence::of_holds(seed).with_blocks(seed);
+        check(seed, sequence, &mut new_limiter).await;
     }
 }
 

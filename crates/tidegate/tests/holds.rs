@@ -9,7 +9,7 @@
 //! | an expiry only on the first acquire | `a_hold_that_ends_does_not_end_those_in_flight` |
 //! | no expiry: a slot is lost for ever | `a_slot_is_never_lost` |
 //! | a refund below zero | `no_settlement_returns_more_than_was_charged` |
-//! | a client's disconnect strands its hold | `a_caller_that_goes_away_does_not_strand_its_permit` |
+//! | a client's disconnect strands its hold | `a_cancelled_caller_does_not_strand_its_permit` |
 //! | a reservation moves the window | `a_reservation_does_not_move_the_window` |
 //! | a renewal revives an ended hold | `a_renewal_never_revives` |
 //! | a claim that timed out leaves a phantom | `a_repeated_request_leaves_no_phantom` |
@@ -426,6 +426,100 @@ mod checks {
         assert_eq!((left_of("kept").await, left_of("added").await), (60, 80), "never lost");
     }
 
+    /// The reserved units of one policy have returned, and it has forgotten the id. Another policy
+    /// still knows it.
+    pub(super) async fn a_policy_with_shorter_holds_loses_no_usage<S: Store>(
+        limiter: &Limiter<S>,
+        clock: &ManualClock,
+    ) {
+        let rate = |terms: HoldTerms| {
+            Quota::sliding_log(100, 3_600 * SECOND).expect("valid").with_holds(terms)
+        };
+        let long = HoldTerms::new(30 * MINUTE, 60 * MINUTE).expect("valid");
+        let short = HoldTerms::default().with_on_expire(OnExpire::Release);
+        let in_flight = Quota::concurrency(5).expect("valid").with_holds(long);
+        for (number, other) in [rate(long), in_flight].into_iter().enumerate() {
+            let policies = [("short", rate(short)), ("other", other)];
+            let policies = policies.map(|(name, quota)| {
+                let name = format!("{name}-{number}");
+                Policy::builder(&name, quota).key(["header.u"]).build().expect("valid")
+            });
+            let policies = Policies::new(policies.to_vec()).expect("valid");
+            let limiter = PolicyLimiter::new(limiter.clone(), policies);
+            let request = BTreeMap::from([("header.u".to_owned(), "u".to_owned())]);
+            let query = |cost| Query::attributes(&request).with_cost(cost).with_hold(hold("job"));
+            let reserved = limiter.decide(Action::Acquire, query(5)).await.expect("decided");
+            assert!(reserved.is_allowed());
+            clock.advance(5 * MINUTE);
+            let _ = limiter.decide(Action::Commit, query(3)).await.expect("decided");
+            let quota = rate(short);
+            let name = format!("short-{number}");
+            let charge = Charge::new("u", &quota).with_policy(&name);
+            assert_eq!(left(limiter.limiter(), &charge).await, 97, "{number}");
+        }
+    }
+
+    /// The terms of a policy may change, and instances learn that one after the other.
+    pub(super) async fn units_return_once_if_the_terms_change<S: Store>(
+        limiter: &Limiter<S>,
+        clock: &ManualClock,
+    ) {
+        let stay = Quota::fixed_window(100, 86_400 * SECOND).expect("valid");
+        let charge = |quota| Charge::new("u", quota).with_cost(60);
+        let returning = releasing(&stay);
+        let (job, other) = (hold("job"), hold("other"));
+        assert!(
+            decide(limiter, Action::Acquire, &charge(&returning).with_hold(&job)).await.allowed
+        );
+        let settled = charge(&stay).with_cost(0).with_hold(&job);
+        let settled = decide(limiter, Action::Commit, &settled).await;
+        assert_eq!((status(&settled), settled.remaining), (Some(HoldStatus::Settled), 100));
+        assert!(decide(limiter, Action::Acquire, &charge(&stay).with_hold(&other)).await.allowed);
+        clock.advance(2 * MINUTE);
+        assert_eq!(left(limiter, &charge(&returning)).await, 40);
+    }
+
+    pub(super) async fn a_reservation_has_the_time_of_its_call<S: Store>(
+        limiter: &Limiter<S>,
+        _clock: &ManualClock,
+    ) {
+        let quota = Quota::sliding_log(100, 3_600 * SECOND).expect("valid");
+        let settled = hold("settled").settled(5 * SECOND).expect("valid");
+        for id in [&hold("job"), &settled] {
+            let charge = Charge::new("u", &quota).with_cost(10).with_hold(id);
+            let reserved = limiter.reserve(&charge, 30 * SECOND).await.expect("decided");
+            assert_eq!(reserved.id(), id.id());
+            let expires_after = reserved.decision().hold.map(|hold| hold.expires_after());
+            assert_eq!(expires_after, Some(30 * SECOND));
+            assert_eq!(reserved.commit(0).await.expect("settled").remaining, 100);
+        }
+    }
+
+    /// A block denies new requests, not one that was admitted before it.
+    pub(super) async fn a_repeated_request_of_a_blocked_key_charges_other_limits<S: Store>(
+        limiter: &Limiter<S>,
+        _clock: &ManualClock,
+    ) {
+        let blocking = Quota::sliding_log(1, MINUTE).expect("valid");
+        let blocking = blocking.with_block_for(&[10 * MINUTE]).expect("valid");
+        let other = Quota::fixed_window(10, 3_600 * SECOND).expect("valid");
+        let job = hold("job").settled(MINUTE).expect("valid");
+        let blocked = Charge::new("u", &blocking).with_policy("blocked");
+        let other = Charge::new("u", &other).with_policy("other");
+        assert!(decide(limiter, Action::Acquire, &blocked.with_hold(&job)).await.allowed);
+        assert_eq!(
+            decide(limiter, Action::Acquire, &blocked).await.retry_after,
+            10 * MINUTE,
+            "a block starts"
+        );
+        let charges = [blocked.with_hold(&job), other.with_hold(&job)];
+        let repeated = limiter.acquire_all(&charges).await.expect("decided");
+        assert!(repeated.is_allowed());
+        let states: Vec<_> = repeated.iter().map(status).collect();
+        assert_eq!(states, [Some(HoldStatus::Replayed), Some(HoldStatus::Held)]);
+        assert_eq!(left(limiter, &other).await, 9);
+    }
+
     pub(super) async fn releases_without_an_id_take_the_first_to_end<S: Store>(
         limiter: &Limiter<S>,
         clock: &ManualClock,
@@ -502,6 +596,34 @@ mod checks {
             let _ = left(limiter, &charge).await;
         }
         assert_eq!(left(limiter, &charge).await, 400);
+    }
+
+    /// A denial because of units that are about to return asks for no long wait.
+    pub(super) async fn units_of_many_ended_holds_are_soon_free<S: Store>(
+        limiter: &Limiter<S>,
+        clock: &ManualClock,
+    ) {
+        let rate = releasing(&Quota::sliding_log(400, 3_600 * SECOND).expect("valid"));
+        let in_flight = Quota::concurrency(400).expect("valid");
+        for quota in [&rate, &in_flight] {
+            let charge = Charge::new("u", quota);
+            for number in 0..400 {
+                let id = hold(&format!("job-{number}"));
+                assert!(decide(limiter, Action::Acquire, &charge.with_hold(&id)).await.allowed);
+            }
+            clock.advance(MINUTE);
+            let (start, last) = (clock.now(), hold("last"));
+            let whole = charge.with_cost(400).with_hold(&last);
+            loop {
+                let decision = decide(limiter, Action::Acquire, &whole).await;
+                if decision.allowed {
+                    break;
+                }
+                assert!(!decision.retry_after.is_zero());
+                clock.advance(decision.retry_after);
+            }
+            assert!(clock.now() <= start.saturating_add(SECOND), "{:?}", clock.now());
+        }
     }
 
     pub(super) async fn a_key_has_a_maximum_of_holds<S: Store>(
@@ -590,9 +712,14 @@ on_both_stores! {
     a_partial_release_keeps_the_expiry
     a_commit_after_a_reload_skips_other_policies
     several_limits_hold_all_or_nothing
+    a_policy_with_shorter_holds_loses_no_usage
+    units_return_once_if_the_terms_change
+    a_repeated_request_of_a_blocked_key_charges_other_limits
+    a_reservation_has_the_time_of_its_call
     releases_without_an_id_take_the_first_to_end
     a_wait_is_long_enough_for_many_units
     a_commit_of_one_of_many_ended_holds_keeps_no_units
+    units_of_many_ended_holds_are_soon_free
     a_key_has_a_maximum_of_holds
     a_policy_can_change_to_units_in_flight_and_back
 }
@@ -1034,6 +1161,20 @@ async fn holds_in_redis_are_readable_and_small() {
     let record = format!("{}:h:job-1", limiter.store().redis_key(&reserved));
     assert_eq!(redis.query::<u64>(&["STRLEN", &record]), 42);
     assert!((60_000..=121_000).contains(&redis.query::<i64>(&["PTTL", &record])));
+}
+
+/// A request in flight is one member of a set, whatever the terms of its policy are.
+#[tokio::test]
+async fn requests_in_flight_have_no_records() {
+    let redis = Redis::start();
+    let exports = Policy::builder("exports", Quota::concurrency(5).expect("valid"));
+    let policies = Policies::new(vec![exports.build().expect("valid")]).expect("valid");
+    let limiter = PolicyLimiter::new(redis.limiter().await, policies);
+    let request = limiter.acquire(Query::policy("exports", "u").with_lease()).await;
+    let request = request.expect("decided");
+    assert!(request.is_allowed());
+    assert_eq!(redis.query::<Vec<String>>(&["KEYS", "*:h:*"]), Vec::<String>::new());
+    assert_eq!(redis.query::<u64>(&["ZCARD", "rate_limit:{u}:exports"]), 1);
 }
 
 /// Measures calls by the slow log of Redis. A busy machine makes any command slow, so the fastest

@@ -5,7 +5,7 @@ mod support;
 
 use std::time::Duration;
 
-use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed, valkey_9};
+use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed, redis_6, valkey_9};
 use tidegate::testing::{conformance, conformance_of_holds, conformance_of_long_logs};
 use tidegate::{Algorithm, Charge, Error, Limiter, ManualClock, Quota, RedisStore, StoreError};
 
@@ -28,6 +28,14 @@ async fn the_redis_store_conforms_to_the_model() {
 async fn holds_on_redis_conform_to_the_model() {
     let redis = Redis::start();
     conformance_of_holds(support::seeds(400), async |clock| redis.driven_limiter(clock).await)
+        .await;
+    redis.assert_every_key_expires();
+}
+
+#[tokio::test]
+async fn holds_on_redis_6_2_conform_to_the_model() {
+    let redis = Redis::start_program(&redis_6(), &[]);
+    conformance_of_holds(support::seeds(100), async |clock| redis.driven_limiter(clock).await)
         .await;
     redis.assert_every_key_expires();
 }

@@ -262,6 +262,10 @@ fn id_of_a_rate_and_of_units_in_flight_is_one_request() {
         assert_eq!(of_hold(&send("renew", json!({"id": "job-1"})))["held"], false);
         let next = send("acquire", json!({"id": "job-2"}));
         assert_eq!((next.status, left()), (200, 8), "{next:?}");
+        // Its units in flight are released already.
+        let refunded = send("refund", json!({"id": "job-1"}));
+        assert_eq!(of_hold(&refunded), json!({"reservation": "job-1", "settled": true}));
+        assert_eq!(left(), 9, "{refunded:?}");
     });
 }
 

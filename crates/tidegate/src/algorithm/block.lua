@@ -46,7 +46,9 @@ for i = 1, block_count do
     if #ended < steps - 1 and times[j] + HISTORY > now then ended[#ended + 1] = whole(times[j]) end
   end
   if is_ours and ends > now then
-    block.rest, charge.fits, all_fit = ends - now, false, false
+    -- A repeated request was admitted before the block.
+    local is_repeated = charge.hold and charge.hold.is_repeated
+    if not is_repeated then block.rest, charge.fits, all_fit = ends - now, false, false end
     table.remove(ended, 1)
   else
     block.length = lengths[#ended + 1]

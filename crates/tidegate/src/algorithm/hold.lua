@@ -28,11 +28,15 @@ local OPEN, OPEN_UNTIL_RELEASE, SETTLED, REPORTED, REFUNDED = 0, 1, 2, 3, 4
 local HELD, REPLAYED, DONE, ENDED, UNKNOWN = 1, 2, 3, 4, 5
 local CONFLICT = {err = 'HOLDCONFLICT'}
 
--- Returns the members of a set that have ended, the first one first. A request with many of them
+-- Returns the number of ended holds that this request releases at most. A request with many of them
 -- gets a few of each further charge: more than it adds.
-local function ended_of(set)
-  local count = math.max(4, MAX_ENDED - math.floor(work - before_request))
-  return read('ZRANGEBYSCORE', set, '-inf', whole(now), 'WITHSCORES', 'LIMIT', '0', count) or {}
+local function max_ended()
+  return math.max(4, MAX_ENDED - math.floor(work - before_request))
+end
+
+-- Returns the members of a set that have ended, the first one first.
+local function ended_of(set, max)
+  return read('ZRANGEBYSCORE', set, '-inf', whole(now), 'WITHSCORES', 'LIMIT', '0', max) or {}
 end
 
 -- Shortens the holds that end too late after the clock stepped back.
@@ -43,18 +47,21 @@ local function shorten(set, max_ttl)
   for _, member in ipairs(found) do call('ZADD', set, 'XX', latest, member) end
 end
 
--- Removes the holds in flight that have ended.
+-- Removes the holds in flight that have ended. Returns whether there may be more.
 local function release_in_flight(key, quota)
-  local found, members = ended_of(key), {}
+  local max, members = max_ended(), {}
+  local found = ended_of(key, max)
   for i = 1, #found, 2 do
     -- A member of a log: the policy had another algorithm.
     if string.find(found[i], ':', 1, true) and not string.find(found[i], '*', 1, true) then
-      return call('UNLINK', key)
+      call('UNLINK', key)
+      return
     end
     members[#members + 1] = found[i]
   end
   reserve(#members)
   quota.algorithm.remove(key, members)
+  return #members == max
 end
 
 -- Returns the units of an ended hold to the time of its charge.
@@ -69,9 +76,10 @@ local function release(key, set, quota, hold)
   end
 end
 
--- Returns the units of ended holds, the first ones of many.
+-- Returns the units of ended holds, the first ones of many. Returns whether there may be more.
 local function release_ended(key, set, quota)
-  local found, ended = ended_of(set), {}
+  local max, ended = max_ended(), {}
+  local found = ended_of(set, max)
   for i = 1, #found, 2 do
     local units, refund_at = string.match(found[i], '%*(%d+)%*(%d+)$')
     ended[#ended + 1] = {
@@ -84,9 +92,10 @@ local function release_ended(key, set, quota)
     return (one.refund_at or 0) < (other.refund_at or 0)
   end)
   for _, hold in ipairs(ended) do
-    if work > MAX_RELEASES then return end
+    if work > MAX_RELEASES then return true end
     release(key, set, quota, hold)
   end
+  return #ended == max
 end
 
 local function read_record(key)
@@ -154,13 +163,13 @@ for i = 1, hold_count do
     hold.id = string.sub(hold.key, #key + 4)
     hold.record = read_record(hold.key)
   end
+  if has_set > 0 then hold.set, hold_key = keys[hold_key], hold_key + 1 end
   if has_set == 1 then
-    hold.set, hold_key = keys[hold_key], hold_key + 1
     shorten(hold.set, max_ttl)
-    release_ended(key, hold.set, quota)
+    hold.has_ended = release_ended(key, hold.set, quota)
   elseif hold.is_in_flight then
     shorten(key, max_ttl)
-    release_in_flight(key, quota)
+    hold.has_ended = release_in_flight(key, quota)
   end
   local record = hold.record
   if hold.key and hold.is_in_flight then
@@ -280,7 +289,9 @@ settle = function(charge, is_refund)
   -- First, so that no unit returns twice.
   hold.writes_first = true
   hold.write = function()
-    if hold.set then call('ZREM', hold.set, set_member(hold, record)) end
+    if hold.set and record.state == OPEN_UNTIL_RELEASE then
+      call('ZREM', hold.set, set_member(hold, record))
+    end
     record.charged_at = is_open(record) and record.end_or_used + GRACE or record.charged_at
     record.state, record.end_or_used = state, used
     write_record(hold, record, 'KEEPTTL')
@@ -309,7 +320,7 @@ renew = function(charge)
     if hold.is_in_flight then
       call('ZADD', charge.key, whole(ends), charge.quota.algorithm.member_of(hold.id, hold.units))
       extend(charge.key, charge.algorithm.lives_until(ends))
-    elseif hold.set then
+    elseif hold.set and record.state == OPEN_UNTIL_RELEASE then
       call('ZADD', hold.set, 'XX', whole(ends), set_member(hold, record))
       extend_set(hold, charge.quota)
     end

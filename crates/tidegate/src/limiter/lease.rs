@@ -102,9 +102,9 @@ impl Lease {
     /// again would release another hold.
     pub(crate) fn release_action(&self) -> Action {
         let charge = self.charge();
-        let is_unique = charge.hold().is_some_and(Hold::is_unique);
+        let is_lease = charge.hold().is_some_and(Hold::is_lease);
         let is_unit_in_flight = charge.quota().is_concurrency() && charge.cost() == 1;
-        if is_unique && is_unit_in_flight { Action::Release } else { Action::Commit }
+        if is_lease && is_unit_in_flight { Action::Release } else { Action::Commit }
     }
 
     /// Takes the decision on a reservation that was sent at this time.

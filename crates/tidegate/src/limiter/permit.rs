@@ -51,7 +51,7 @@ impl<S: Store> Limiter<S> {
     /// ```
     pub async fn hold(&self, charge: &Charge<'_>) -> Result<Permit<S>, Error> {
         let runtime = Handle::try_current().ok();
-        let hold = charge.hold().cloned().unwrap_or_else(Hold::random);
+        let hold = charge.hold().cloned().unwrap_or_else(Hold::lease);
         let terms = charge.quota().holds();
         // Other times could be too short for the renewals, which need a runtime.
         let (hold, terms) = match runtime {

@@ -31,7 +31,8 @@ impl<S: Store> Limiter<S> {
     /// the limit.
     ///
     /// `ttl` is the time after which the reservation ends, at most the maximum of the
-    /// quota's [terms](crate::HoldTerms).
+    /// quota's [terms](crate::HoldTerms). The id is that of the charge's [hold](Charge::with_hold),
+    /// or a random one.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -55,10 +56,8 @@ impl<S: Store> Limiter<S> {
         charge: &Charge<'_>,
         ttl: Duration,
     ) -> Result<Reservation<S>, Error> {
-        let hold = match charge.hold() {
-            Some(hold) => hold.clone(),
-            None => Hold::random().with_ttl(ttl).map_err(ChargeError::Hold)?,
-        };
+        let hold = charge.hold().map_or_else(Hold::random, Hold::unsettled);
+        let hold = hold.with_ttl(ttl).map_err(ChargeError::Hold)?;
         let charge = OwnedCharge::of(&charge.with_hold(&hold));
         let decision = self.acquire(&charge.charge()).await?;
         Ok(Reservation { limiter: self.clone(), charge, decision })

@@ -9,9 +9,10 @@ use super::decisions::is_denied;
 use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::{Clock, Timestamp};
-use crate::hold::HoldStatus;
+use crate::hold::{HoldStatus, HoldTerms};
 use crate::join::join_all;
 use crate::limiter::Error;
+use crate::quota::Quota;
 use crate::store::{Action, Store, StoreError};
 
 /// Deadline of the calls of one request. The store bounds the first call itself.
@@ -95,20 +96,31 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     }
 
     /// Takes back what a commit has reported to limits that do not know the id, if another one does:
-    /// they are newer than the reservation.
+    /// they are newer than the reservation. One that has returned its units and forgotten them is
+    /// not, so that usage is never lost. The answer to a commit or a refund is that of the others.
     async fn skip_new_limits(&self, entries: &mut [PolicyDecision<'_>], asked_at: Timestamp) {
-        let status = |entry: &PolicyDecision<'_>| {
-            let hold = entry.decision.hold.filter(|_| entry.action() == Action::Commit);
-            hold.map(|hold| hold.status)
+        let is_unknown = |entry: &PolicyDecision<'_>| {
+            let settles = matches!(entry.action(), Action::Commit | Action::Refund);
+            let hold = entry.decision.hold.filter(|_| settles);
+            hold.map(|hold| hold.status == HoldStatus::Unknown)
         };
-        let is_new = |entry: &PolicyDecision<'_>| status(entry) == Some(HoldStatus::Unknown);
-        if !entries.iter().any(|entry| status(entry).is_some() && !is_new(entry)) {
-            return;
-        }
-        for entry in entries.iter_mut().filter(|entry| is_new(entry)) {
+        let known = entries.iter().filter(|entry| is_unknown(entry) == Some(false));
+        let known: Vec<HoldTerms> =
+            known.filter_map(|entry| Some(*entry.quota()?.holds())).collect();
+        let may_forget = |quota: &Quota| {
+            let (of, returns) = (quota.holds(), quota.releases_holds() && !quota.is_concurrency());
+            let is_shorter = |it: &HoldTerms| of.ttl() < it.ttl() || of.max_ttl() < it.max_ttl();
+            returns && known.iter().all(is_shorter)
+        };
+        let is_new = |entry: &PolicyDecision<'_>| {
+            let forgets = entry.action() == Action::Commit && entry.quota().is_some_and(may_forget);
+            is_unknown(entry) == Some(true) && !forgets
+        };
+        for entry in entries.iter_mut().filter(|entry| !known.is_empty() && is_new(entry)) {
             let Some(charge) = entry.charge.charge() else { continue };
             let charge = charge.without_hold().with_charged_at(asked_at);
-            if charge.cost() > 0 && !charge.quota().is_concurrency() {
+            let is_reported = entry.action() == Action::Commit && charge.cost() > 0;
+            if is_reported && !charge.quota().is_concurrency() {
                 if !self.refund_charges(&[charge]).await {
                     continue;
                 }

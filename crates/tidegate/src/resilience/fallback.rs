@@ -264,10 +264,12 @@ impl<S: SharedStore> Fallback<S> {
         self.inner.outage.elapsed()
     }
 
-    /// Charges the pending debits to the store now instead of in the background, for example before
-    /// a shutdown. Returns the number of units charged.
+    /// Charges the pending debits to the store now instead of in the background, and makes the
+    /// pending commits, for example before a shutdown. Returns the number of units charged.
     pub async fn settle(&self) -> u64 {
-        self.inner.settle().await.settled
+        let settled = self.inner.settle().await.settled;
+        self.inner.make_pending_commits().await;
+        settled
     }
 }
 
@@ -516,6 +518,10 @@ impl<S: SharedStore> Store for Fallback<S> {
                 )
                 .await;
                 return collect_independent(decided);
+            }
+            if charges.iter().all(|charge| inner.holds_locally(action, charge)) {
+                let decide = |charge| inner.decide_local_hold(action, charge);
+                return charges.iter().map(decide).collect();
             }
             let decided = if inner.ledger.is_empty() {
                 inner.store.decide_all(action, charges).await

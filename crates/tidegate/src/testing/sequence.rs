@@ -95,7 +95,8 @@ impl Sequence {
                     Duration::from_micros(micros.clamp(1_000, 366 * 86_400_000_000))
                 })
                 .collect();
-            for quota in quotas.iter_mut().filter(|quota| !quota.count_denied()) {
+            let may_block = |quota: &&mut Quota| !quota.count_denied() && !quota.is_concurrency();
+            for quota in quotas.iter_mut().filter(may_block) {
                 *quota = quota.clone().with_block_for(&lengths).expect("valid lengths");
             }
         }
@@ -113,8 +114,7 @@ impl Sequence {
             let on_expire = random.pick(&OnExpire::ALL);
             let max_ttl = random.pick(&[ttl, 2 * ttl, 24 * 3_600 * second]);
             let terms = HoldTerms::new(Duration::from_micros(ttl), Duration::from_micros(max_ttl))
-                .expect("within the range")
-                .with_on_expire(on_expire);
+                .expect("within the range");
             let quotas = if random.one_in(3) {
                 let limit = random.pick(&[1, 2, 3, 10, 100]);
                 let quota = |limit| Quota::concurrency(limit).expect("valid");
@@ -122,7 +122,13 @@ impl Sequence {
             } else {
                 quotas(&Algorithm::RATES, random)
             };
-            let with_terms = |quota: Quota| quota.with_holds(terms);
+            // A reload may change the terms.
+            let changed = &mut Random(!seed);
+            let terms_vary = seed.is_multiple_of(3);
+            let with_terms = |quota: Quota| {
+                let on_expire = if terms_vary { changed.pick(&OnExpire::ALL) } else { on_expire };
+                quota.with_holds(terms.with_on_expire(on_expire))
+            };
             let quotas = quotas.into_iter().map(with_terms).collect();
             policies.push((format!("policy-{index}"), quotas));
         }

@@ -147,3 +147,38 @@ async fn instances_without_the_store_hold_no_more_than_the_limit() {
     let here = decide(&limiters[*at], Action::Commit, &commit).await;
     assert_eq!(status(&here), Some(HoldStatus::Settled));
 }
+
+/// The first answer may be lost on the way to the client, who then sends the request again.
+#[tokio::test]
+async fn an_id_of_an_outage_is_charged_once() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiter = Limiter::new(fallback_on(&clock, &store, Fleet::new()));
+    let quota = Quota::sliding_log(100, HOUR).expect("valid");
+    let charge = Charge::new("u", &quota).with_cost(10);
+    let (paid, job) = (hold("payment").settled(Duration::from_secs(600)), hold("job"));
+    let paid = paid.expect("valid");
+    for outage in 0..2 {
+        store.set_fault(down());
+        // Other units, so that the local count has room for a debt that is too large.
+        assert!(decide(&limiter, Action::Acquire, &charge).await.allowed);
+        for id in [&paid, &job] {
+            for _ in 0..3 {
+                let charge = charge.with_hold(id);
+                assert!(decide(&limiter, Action::Acquire, &charge).await.allowed);
+            }
+        }
+        store.set_fault(Fault::None);
+        let left = 70 - 10 * outage;
+        until("debts are settled", async || store.remaining(&charge).await <= left).await;
+        until("no debts", async || limiter.store().stats().pending_debits == 0).await;
+        assert_eq!(store.remaining(&charge).await, left, "outage {outage}");
+        for id in [&paid, &job] {
+            let repeated = decide(&limiter, Action::Acquire, &charge.with_hold(id)).await;
+            assert_eq!(status(&repeated), Some(HoldStatus::Replayed), "after outage {outage}");
+        }
+        assert_eq!(store.remaining(&charge).await, left, "after outage {outage}");
+    }
+    let conflict = limiter.acquire(&charge.with_cost(11).with_hold(&job)).await;
+    assert!(conflict.is_err(), "another request");
+}

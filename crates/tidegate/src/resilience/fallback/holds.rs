@@ -40,12 +40,17 @@ impl PendingCommits {
 impl<S: SharedStore> FallbackCore<S> {
     /// Returns whether the hold of this charge is that of a local decision.
     pub(super) fn holds_locally(&self, action: Action, charge: &Charge<'_>) -> bool {
-        (action == Action::Refund || action.is_on_hold())
-            && charge.hold().is_some_and(|hold| self.local.has_hold(charge, hold))
+        charge.hold().is_some_and(|hold| match action {
+            Action::Acquire => self.local.repeats_hold(charge),
+            Action::Commit | Action::Release | Action::Renew | Action::Refund => {
+                self.local.has_hold(charge, hold)
+            }
+            Action::Peek | Action::Reset | Action::ChargeUpTo | Action::Report => false,
+        })
     }
 
-    /// Settles or renews the hold of a local decision. Units that are returned are no longer owed;
-    /// those that are charged to the store already stay there until they expire.
+    /// Repeats, settles or renews the hold of a local decision. Units that are returned are no
+    /// longer owed; those that are charged to the store already stay there until they expire.
     pub(super) fn decide_local_hold(
         &self,
         action: Action,

@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::FallbackCore;
 use crate::charge::{Charge, OnStoreFailure};
 use crate::decision::{Decision, Source};
+use crate::hold::HoldStatus;
 use crate::quota::Quota;
 use crate::store::{Action, SharedStore, StoreError};
 
@@ -84,8 +85,13 @@ impl<S: SharedStore> FallbackCore<S> {
         self.count(&decisions);
         if decisions.iter().all(|decision| decision.allowed) {
             for (charge, decision) in charges.iter().zip(&decisions) {
-                // Units in flight are those of this instance, and end with it.
-                if decision.source == Source::Local && !charge.quota().is_concurrency() {
+                // Units in flight are those of this instance, and end with it. The units of a
+                // repeated request are owed already.
+                let status = decision.hold.map(|hold| hold.status);
+                if decision.source == Source::Local
+                    && !charge.quota().is_concurrency()
+                    && status != Some(HoldStatus::Replayed)
+                {
                     self.owe(charge, in_doubt);
                 }
             }

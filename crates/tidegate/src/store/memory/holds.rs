@@ -27,6 +27,8 @@ const ID_DOMAIN: &str = "hold";
 const MAX_CHUNK: usize = 128;
 /// Number of ended holds whose units one call returns, and of ends that it sorts.
 const MAX_ENDED: usize = 100;
+/// Time after which another call returns the units of further ended holds, in microseconds.
+const RELEASE_WAIT: u64 = 1_000;
 /// Room that a record takes, in entries of logs.
 pub(super) const RECORD_ENTRIES: usize = size_of::<Record>() / super::LOG_ENTRY_BYTES;
 
@@ -503,13 +505,17 @@ impl ChargeContext<'_> {
             if self.is_concurrency() {
                 return Ok((self.apply_in_flight(reservation), None));
             }
-            if self.action == Action::Reset {
+            if self.action == Action::Reset && self.charge.quota().releases_holds() {
                 self.forget_releases();
             }
-            return Ok((self.apply_count(table, reservation, starts_block)?, None));
+            let decision = self.apply_count(table, reservation, starts_block)?;
+            return Ok((self.with_short_wait(decision), None));
         };
         match self.action {
-            Action::Acquire | Action::Peek => self.reserve(hold, table, reservation, starts_block),
+            Action::Acquire | Action::Peek => {
+                let (decision, state) = self.reserve(hold, table, reservation, starts_block)?;
+                Ok((self.with_short_wait(decision), state))
+            }
             Action::Commit | Action::Release | Action::Refund => {
                 let (decision, status) = self.settle(hold, table, reservation)?;
                 Ok((decision, Some(HoldState::of_micros(status, 0))))
@@ -518,6 +524,18 @@ impl ChargeContext<'_> {
                 Ok(self.renew(hold, table, reservation))
             }
         }
+    }
+
+    /// Shortens the wait of a denial if the next calls return the units of further ended holds.
+    fn with_short_wait(&self, decision: RawDecision) -> RawDecision {
+        let Self { store, now, fingerprint: key, .. } = *self;
+        let releases = self.charge.quota().releases_holds() && !self.is_concurrency();
+        if decision.allowed || !releases || !self.action.is_all_or_nothing() {
+            return decision;
+        }
+        let has_ended = store.holds.of_key(key).held(key).first <= now;
+        let retry_after = if has_ended { RELEASE_WAIT } else { decision.retry_after };
+        RawDecision { retry_after, ..decision }
     }
 
     fn reserve(
@@ -616,6 +634,10 @@ impl ChargeContext<'_> {
                 self.settle_open(used, &record, is_refund, table, reservation)?
             }
             State::OpenUntilRelease | State::Released => {
+                if record.releases() {
+                    // The terms have changed since the reservation.
+                    let _ = self.refund(record.units, record.refund_at, table, reservation);
+                }
                 let decision = self.report(used, table, reservation)?;
                 (decision, State::Reported, HoldStatus::Ended)
             }
@@ -782,6 +804,16 @@ impl MemoryStore {
         let _table = self.shard(key).lock();
         let now = self.clock.now();
         self.holds.of_key(key).get(key, id).filter(|record| record.is_known(now))
+    }
+
+    /// Returns whether an acquire has the id of one that it has made.
+    pub(crate) fn repeats_hold(&self, charge: &Charge<'_>) -> bool {
+        let fingerprint = self.fingerprint(charge);
+        let _table = self.shard(fingerprint).lock();
+        let (action, now) = (Action::Acquire, self.clock.now());
+        let context =
+            ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
+        !matches!(context.known(), Known::Nothing)
     }
 
     /// Returns whether it remembers this hold.

@@ -235,7 +235,7 @@ impl Model {
                 self.decide_in_flight(action, charge, now, end)
             }
             (None, _) => {
-                if action == Action::Reset {
+                if action == Action::Reset && charge.quota().releases_holds() {
                     let holds = self.holds.get_mut(&name(charge));
                     holds.into_iter().flatten().for_each(|(_, hold)| hold.releases = false);
                 }
@@ -321,6 +321,10 @@ impl Model {
                     if known.on_expire == OnExpire::Release
                         && (known.end <= now || !known.releases) =>
                 {
+                    if known.releases {
+                        // The terms have changed since the reservation.
+                        let _ = self.refund(charge, known.units, known.refund_at, now);
+                    }
                     (self.report(charge, used, now), Some(State::Reported), HoldStatus::Ended)
                 }
                 State::Open => {

@@ -23,7 +23,8 @@
 --        and instead of the cost that of charges with a hold, whose keys follow those of blocks.
 --        After all charges come seven doubles per hold: number of the charge, mode (0 without an
 --        id, 1 reserve, 2 settled at once), ttl, max_ttl, ttl of the policy (microseconds), number
---        of keys of a record, and of a set; then, per block: number of the charge, number of
+--        of keys of a record, set (0 none, 1 one whose ended holds release their units, 2 one that
+--        is there if the policy did so before); then, per block: number of the charge, number of
 --        lengths, lengths (microseconds). `times` is 1 for a group of one charge that hold.fast.lua
 --        may decide; its header ends with the window as text.
 --          action   1 acquire, 2 peek, 3 refund, 4 reset, 5 charge-up-to, 6 report: charges even

@@ -281,6 +281,8 @@ local function decide(charge, action, all_fit)
   elseif not charge.fits then
     if quota.count_denied then spend, remaining = cost, 0 end
     local wait, reset = times_of_denial(state, quota, cost, spend)
+    -- The next calls return the units of further ended holds.
+    if charge.hold and charge.hold.has_ended then wait = 1000 end
     if block and action ~= PEEK then
       -- Exceeds the limit: a block starts.
       wait, remaining, block.is_written = block.length, 0, true

@@ -19,7 +19,7 @@ use super::reply::{CallReply, ItemReply, ReplyReader, unexpected};
 use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
 use crate::clock::micros;
-use crate::hold::{HoldState, HoldStatus};
+use crate::hold::{Hold, HoldState, HoldStatus};
 use crate::quota::{Quota, window_text};
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::client::server_clock::ServerTimes;
@@ -129,6 +129,8 @@ struct EncodedHold {
     /// Ranges of the keys of its record and of the set of ends in [`EncodedRequests::keys`].
     record: Option<Range<usize>>,
     set: Option<Range<usize>>,
+    /// Whether ended holds release their units.
+    releases: bool,
     /// Position of the charge in its request, from 1 on.
     charge: usize,
     /// Mode, ttl, maximum and the ttl of the quota.
@@ -254,8 +256,11 @@ fn has_usual_hold(action: Action, charge: &Charge<'_>) -> bool {
     let (quota, cost) = (charge.quota(), charge.cost());
     let Some(hold) = charge.hold() else { return false };
     if quota.is_concurrency() {
-        let has_usual_time =
-            || !hold.is_settled() && hold.ttl_micros(quota.holds()) == micros(quota.holds().ttl());
+        let has_usual_time = || {
+            hold.is_lease()
+                || !hold.is_settled()
+                    && hold.ttl_micros(quota.holds()) == micros(quota.holds().ttl())
+        };
         let is_usual = match action {
             Action::Acquire => cost == 1 && has_usual_time(),
             Action::Commit | Action::Renew => true,
@@ -399,7 +404,10 @@ impl EncodedRequests {
     ) {
         let quota = charge.quota();
         let hold = charge.hold().filter(|_| operation.uses_hold());
-        let has_set = quota.releases_holds() && !quota.is_concurrency();
+        // The terms may have changed since the reservation.
+        let is_of_hold =
+            matches!(operation, Operation::Apply(Action::Commit | Action::Refund | Action::Renew));
+        let has_set = (quota.releases_holds() || is_of_hold) && !quota.is_concurrency();
         if hold.is_none() && !quota.releases_holds() {
             return;
         }
@@ -418,8 +426,11 @@ impl EncodedRequests {
         let ttl = micros(terms.ttl());
         let mode = hold.map_or(0, |hold| 1 + u64::from(hold.is_settled()));
         let of_hold = hold.map_or(ttl, |hold| hold.ttl_micros(terms));
-        let numbers = [mode, of_hold, terms.max_ttl_micros(), ttl];
-        self.holds.push(EncodedHold { record, set, charge: index + 1, numbers });
+        // The time of a lease is as usual as that of the quota: it needs no record.
+        let usual = if hold.is_some_and(Hold::is_lease) { of_hold } else { ttl };
+        let numbers = [mode, of_hold, terms.max_ttl_micros(), usual];
+        let releases = quota.releases_holds();
+        self.holds.push(EncodedHold { record, set, releases, charge: index + 1, numbers });
     }
 
     /// Returns the acquire that is equal to that of this charge, and whether any acquire has the
@@ -636,7 +647,7 @@ impl EncodedRequests {
             push(signed(hold.charge as u64));
             hold.numbers.iter().for_each(|number| push(signed(*number)));
             push(i64::from(hold.record.is_some()));
-            push(i64::from(hold.set.is_some()));
+            push(hold.set.as_ref().map_or(0, |_| if hold.releases { 1 } else { 2 }));
         }
         for block in blocks {
             let lengths = block.quota.block_for();
