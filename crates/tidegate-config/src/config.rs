@@ -213,6 +213,9 @@ fn validate(
     warnings.extend_from_slice(envoy.rules.warnings());
     let line = |policy: &str| lines.get(policy).copied();
     warnings.extend(warning::of_policies(document.name(), &policies, line));
+    if envoy.hold_id.is_none() {
+        warnings.extend(warning::of_ends_without_id(document.name(), &policies, line));
+    }
     if let StoreConfig::Memory(settings) = &store {
         warnings.extend(warning::of_logs(document.name(), &policies, settings.max_keys, line));
     }

@@ -130,6 +130,26 @@ pub(crate) fn of_responses(
     warnings
 }
 
+/// Returns a warning for each policy that counts requests of Envoy in flight, if their ends have no
+/// id.
+pub(crate) fn of_ends_without_id(
+    file: &str,
+    policies: &Policies,
+    line: impl Fn(&str) -> Option<u64>,
+) -> Vec<ConfigWarning> {
+    let is_of_envoy = |policy: &Policy| {
+        let mut names = policy.references();
+        names.any(|name| name == "domain" || name.starts_with("descriptor."))
+    };
+    let counts_in_flight = |policy: &Policy| policy.quotas().any(Quota::is_concurrency);
+    let found = policies.iter().filter(|policy| counts_in_flight(policy) && is_of_envoy(policy));
+    let wrong = "requests of Envoy count until their hold ends, also after their end";
+    let found: Vec<_> = found.map(|policy| (policy.name(), wrong.to_owned())).collect();
+    let explanation = "set envoy.hold_id: the key of the descriptor entry that has the id of the \
+                       request";
+    grouped(file, &line, &found, explanation)
+}
+
 /// Memory of an entry of a sliding log, in bytes.
 const LOG_ENTRY_BYTES: u64 = 16;
 /// Number of logs at their limit that should fit the memory of all logs.

@@ -555,3 +555,14 @@ fn blocks_apply_to_overrides_and_wrong_ones_are_named() {
         assert!(found.starts_with(&place) && found.contains(message), "{block_for}: {found}");
     }
 }
+
+#[test]
+fn requests_of_envoy_in_flight_need_an_id() {
+    let policies = "policies:\n  - name: exports\n    match: {descriptor.route: export}\n    \
+                    algorithm: concurrency\n    limit: 5\n";
+    let warnings = |text: &str| Config::parse("a.yaml", text).expect("valid").warnings;
+    let found = warnings(policies);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].to_string().contains("set envoy.hold_id"), "{found:?}");
+    assert!(warnings(&format!("envoy: {{hold_id: id}}\n{policies}")).is_empty());
+}
