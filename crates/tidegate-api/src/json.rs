@@ -9,8 +9,8 @@ use std::sync::Arc;
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 use tidegate::{
-    Algorithm, Decision, Encoding, Explanation, Hold, HoldStatus, HoldTerms, Mode, PolicyDecision,
-    PolicyDecisions, Quota, QuotaError, UnknownName, normalize_host,
+    Algorithm, Calendar, Decision, Encoding, Explanation, Hold, HoldStatus, HoldTerms, Mode,
+    PolicyDecision, PolicyDecisions, Quota, QuotaError, UnknownName, normalize_host,
 };
 use tidegate_config::policies::holds;
 
@@ -231,9 +231,10 @@ pub struct QuotaBody {
     /// Units per window, or in flight.
     #[schema(minimum = 1)]
     limit: u64,
-    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d. Required, except for concurrency,
-    /// which has none.
-    window: Option<String>,
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d, or for fixed-window the periods of a
+    /// calendar. Required, except for concurrency, which has none.
+    #[schema(value_type = Option<WindowBody>)]
+    window: Option<WindowBody>,
     /// Capacity of a bucket; by default the limit.
     #[schema(minimum = 1)]
     burst: Option<u64>,
@@ -288,10 +289,15 @@ impl QuotaBody {
             (None, _) => {
                 return Err(format!("quota.window is missing, which {algorithm} needs: 60s"));
             }
-            (Some(window), _) => {
+            (Some(WindowBody::Duration(window)), _) => {
                 let window = tidegate_config::duration::parse(window)
                     .map_err(|error| format!("quota.window: {error}"))?;
                 Quota::new(algorithm, self.limit, window)
+            }
+            (Some(WindowBody::Calendar(Object(calendar))), _) => {
+                let periods =
+                    calendar.periods().map_err(|error| format!("quota.window: {error}"))?;
+                Quota::new_in_calendar(algorithm, self.limit, periods)
             }
         }
         .map_err(quota_error)?;
@@ -323,6 +329,55 @@ impl QuotaBody {
         }
         Ok(quota)
     }
+}
+
+/// A duration, or the periods of a calendar.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(
+    untagged,
+    expecting = "expected a duration such as 60s, or an object such as {\"calendar\": \"month\", \
+                 \"timezone\": \"Europe/Berlin\", \"anchor\": \"15\"}"
+)]
+pub enum WindowBody {
+    Duration(String),
+    #[schema(value_type = CalendarBody)]
+    Calendar(Object<CalendarBody>),
+}
+
+/// Periods of a calendar.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CalendarBody {
+    /// day, week, month, quarter or year.
+    #[schema(value_type = CalendarUnits)]
+    calendar: String,
+    /// Name in the IANA database, such as Europe/Berlin; UTC by default.
+    timezone: Option<String>,
+    /// Day on which periods start: of the month, from 1 (default) to 31, or a weekday.
+    anchor: Option<String>,
+}
+
+impl CalendarBody {
+    fn periods(&self) -> Result<Calendar, String> {
+        let unit = self.calendar.parse().map_err(|error: UnknownName| error.to_string())?;
+        let calendar = Calendar::new(unit, self.timezone.as_deref().unwrap_or("UTC"));
+        let anchored = match &self.anchor {
+            Some(anchor) => calendar.and_then(|calendar| calendar.with_anchor(anchor)),
+            None => calendar,
+        };
+        anchored.map_err(|error| error.to_string())
+    }
+}
+
+/// Unit of a calendar.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+pub enum CalendarUnits {
+    Day,
+    Week,
+    Month,
+    Quarter,
+    Year,
 }
 
 /// A duration, or a list of durations.

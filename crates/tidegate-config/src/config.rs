@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, Quota};
+use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy};
 
 use tidegate_net::ListenAddress;
 use tidegate_net::tls::{self, ListenerTls, UpstreamTls};
@@ -109,18 +110,33 @@ impl EnvoyConfig {
     }
 }
 
+/// Properties of the policies that matter to the setup of a Redis.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StoreNeeds {
+    /// Largest limit of a log that is stored as a sorted set; 0 without one.
+    pub largest_log: u64,
+    /// Longest window; zero without one.
+    pub longest_window: Duration,
+}
+
 impl Config {
-    /// Returns the largest limit of a log that is stored as a sorted set; 0 without one.
-    pub fn largest_sorted_log(&self) -> u64 {
+    /// Returns what the policies and rules need of a Redis.
+    pub fn store_needs(&self) -> StoreNeeds {
         let policies = self.policies.iter().flat_map(Policy::quotas);
         let rules = self.envoy.rules.rules().filter_map(|rule| match &rule.limit {
             Limit::Quota(_, quota) => Some(quota),
             Limit::Unlimited | Limit::Zero(..) => None,
         });
-        let is_sorted_set = |quota: &&Quota| {
-            quota.algorithm() == Algorithm::SlidingLog && quota.encoding() == Encoding::SortedSet
-        };
-        policies.chain(rules).filter(is_sorted_set).map(Quota::limit).max().unwrap_or(0)
+        let mut needs = StoreNeeds::default();
+        for quota in policies.chain(rules) {
+            let is_sorted_set = quota.algorithm() == Algorithm::SlidingLog
+                && quota.encoding() == Encoding::SortedSet;
+            if is_sorted_set {
+                needs.largest_log = needs.largest_log.max(quota.limit());
+            }
+            needs.longest_window = needs.longest_window.max(quota.window());
+        }
+        needs
     }
 
     /// Returns the listeners of the API, of these, that other hosts can use without a token or a
@@ -218,6 +234,7 @@ fn validate(
     }
     if let StoreConfig::Memory(settings) = &store {
         warnings.extend(warning::of_logs(document.name(), &policies, settings.max_keys, line));
+        warnings.extend(warning::of_long_windows(document.name(), &policies, line));
     }
     let mut files = rule_files.files;
     files.extend(rule_files.folders);

@@ -23,8 +23,8 @@ pub mod yaml;
 pub use config::{
     AccessLogConfig, AccessLogFormat, AllowedHosts, AllowedOrigins, Config, CorsConfig,
     EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination, RedisConfig, RedisTopology,
-    SAMPLE, StoreConfig, TOKEN_VARIABLES, UpstreamLimits, UpstreamProtocol, UpstreamUrl,
-    UpstreamUrlError, describe, rule_files,
+    SAMPLE, StoreConfig, StoreNeeds, TOKEN_VARIABLES, UpstreamLimits, UpstreamProtocol,
+    UpstreamUrl, UpstreamUrlError, describe, rule_files,
 };
 pub use policies::{load as load_policies, parse as parse_policies};
 pub use secret::Secret;

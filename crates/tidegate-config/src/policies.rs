@@ -34,6 +34,7 @@ mod limits;
 mod paths;
 mod policy;
 pub mod schema;
+mod window;
 
 pub use paths::RawPaths;
 pub use policy::OneOrMany;

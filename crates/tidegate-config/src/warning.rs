@@ -2,7 +2,9 @@
 //! expects.
 
 use std::fmt;
+use std::time::Duration;
 
+use crate::yaml::duration::readable;
 use tidegate::{Algorithm, KeySource, MemoryStore, Policies, Policy, Quota};
 
 /// Warning about a file that is loaded.
@@ -148,6 +150,27 @@ pub(crate) fn of_ends_without_id(
     let explanation = "set envoy.hold_id: the key of the descriptor entry that has the id of the \
                        request";
     grouped(file, &line, &found, explanation)
+}
+
+/// Window from which on counts should survive a restart.
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// Returns a warning for each policy whose windows are so long that a restart of a store in memory
+/// matters.
+pub(crate) fn of_long_windows(
+    file: &str,
+    policies: &Policies,
+    line: impl Fn(&str) -> Option<u64>,
+) -> Vec<ConfigWarning> {
+    let longest = |policy: &Policy| policy.quotas().map(Quota::window).max().unwrap_or_default();
+    let long = policies.iter().filter(|policy| longest(policy) >= DAY);
+    let wrong = |policy: &Policy| {
+        format!("its counts of {} end with this process", readable(longest(policy)))
+    };
+    let found: Vec<_> = long.map(|policy| (policy.name(), wrong(policy))).collect();
+    let explanation = "a restart gives every key its whole limit again: use Redis with an append-only \
+                       file (store.redis)";
+    grouped(file, line, &found, explanation)
 }
 
 /// Memory of an entry of a sliding log, in bytes.

@@ -42,6 +42,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
         &[
             ("policies", &["yaml"]),
             ("tokens", &["secret"]),
+            ("warning", &["yaml"]),
             ("envoy", &["warning"]),
             ("config", &["envoy", "key_hash", "policies", "secret", "tokens", "warning", "yaml"]),
         ],

@@ -22,7 +22,7 @@ use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::{Resp, RespShared};
 use crate::state::ServerState;
 use crate::{api, reload};
-use tidegate_config::{Config, Listen, OPEN_LISTENER, RedisConfig, StoreConfig};
+use tidegate_config::{Config, Listen, OPEN_LISTENER, RedisConfig, StoreConfig, StoreNeeds};
 use tidegate_net::ListenAddress;
 use tidegate_net::listener::{self, ListenerConfig, MaxAge, Socket};
 
@@ -147,7 +147,7 @@ impl Signals {
 pub type RedisCheck = for<'a> fn(
     &'a RedisStore,
     &'a RedisConfig,
-    u64,
+    StoreNeeds,
 ) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
 /// Calls of a service to the program that runs it.
@@ -186,7 +186,7 @@ impl Service {
         let (mut files, store) = (config.files.clone(), config.store.clone());
         files.extend(source.password_file.clone());
         let Hooks { warn, check_redis } = hooks;
-        let largest_log = config.largest_sorted_log();
+        let needs = config.store_needs();
         let listen = config.listen.clone();
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;
@@ -202,12 +202,7 @@ impl Service {
         }
         if let StoreConfig::Redis(config) = &store {
             let config = RedisConfig::clone(config);
-            tokio::spawn(check_when_connected(
-                Arc::clone(&state),
-                config,
-                largest_log,
-                check_redis,
-            ));
+            tokio::spawn(check_when_connected(Arc::clone(&state), config, needs, check_redis));
         }
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
@@ -349,14 +344,14 @@ fn warn_about_open_listeners(addresses: &[(&str, ListenAddress)], config: &Confi
 async fn check_when_connected(
     state: Arc<ServerState>,
     config: RedisConfig,
-    largest_log: u64,
+    needs: StoreNeeds,
     check: RedisCheck,
 ) {
     let Some(redis) = state.backend.redis() else { return };
     while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
         tokio::time::sleep(STARTUP_POLL_INTERVAL).await;
     }
-    check(redis.store(), &config, largest_log).await;
+    check(redis.store(), &config, needs).await;
 }
 
 /// Returns a source of the current TLS settings: a reload replaces certificates without a restart.

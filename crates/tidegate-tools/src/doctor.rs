@@ -11,7 +11,8 @@ use tidegate::store::redis::Reply;
 use tidegate::{Fleet, RedisStore, StoreError};
 
 use crate::tool::redis_info::{self, Info};
-use tidegate_config::{RedisConfig, RedisTopology};
+use tidegate_config::duration::readable;
+use tidegate_config::{RedisConfig, RedisTopology, StoreNeeds};
 
 mod acl;
 mod clock;
@@ -86,6 +87,8 @@ pub struct CheckOptions<'a> {
     pub sentinel_master: Option<&'a str>,
     /// Largest limit of a log that is stored as a sorted set; 0 without one.
     pub largest_log: u64,
+    /// Longest window of the policies; zero if they are unknown.
+    pub longest_window: Duration,
     /// Timeout of a decision, which latency is compared with.
     pub timeout: Duration,
     /// Number of latency probes per node.
@@ -95,10 +98,17 @@ pub struct CheckOptions<'a> {
 }
 
 impl<'a> CheckOptions<'a> {
-    pub fn new(config: &'a RedisConfig, largest_log: u64, probes: usize, max_keys: usize) -> Self {
+    pub fn new(config: &'a RedisConfig, needs: StoreNeeds, probes: usize, max_keys: usize) -> Self {
         let (prefix, sentinel_master) = (config.prefix(), config.sentinel_master());
+        let StoreNeeds { largest_log, longest_window } = needs;
         let timeout = config.timeout();
-        Self { prefix, sentinel_master, largest_log, timeout, probes, max_keys }
+        Self { prefix, sentinel_master, largest_log, longest_window, timeout, probes, max_keys }
+    }
+
+    /// Returns the longest window as text, if it is so long that its counts should survive a
+    /// restart.
+    fn long_period(&self) -> Option<String> {
+        (self.longest_window >= DAY).then(|| readable(self.longest_window))
     }
 }
 
@@ -123,6 +133,8 @@ enum ConfigGet {
     Absent,
 }
 
+/// Window from which on counts should survive a restart of Redis.
+const DAY: Duration = Duration::from_secs(86_400);
 /// Few probes and keys at startup, so that the checks finish quickly.
 const STARTUP_PROBES: usize = 20;
 const STARTUP_MAX_KEYS: usize = 1_000;
@@ -227,8 +239,8 @@ pub fn instances(redis: &RedisConfig) -> Finding {
 }
 
 /// Runs short checks at startup and logs each warning and each error once.
-pub async fn log_warnings(store: &RedisStore, config: &RedisConfig, largest_log: u64) {
-    let options = CheckOptions::new(config, largest_log, STARTUP_PROBES, STARTUP_MAX_KEYS);
+pub async fn log_warnings(store: &RedisStore, config: &RedisConfig, needs: StoreNeeds) {
+    let options = CheckOptions::new(config, needs, STARTUP_PROBES, STARTUP_MAX_KEYS);
     let checks = run_checks(store, &options);
     let Ok(report) = tokio::time::timeout(STARTUP_TIMEOUT, checks).await else {
         tracing::warn!(

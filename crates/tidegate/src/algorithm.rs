@@ -9,6 +9,7 @@
 //! | `sliding-log` | `sliding_log.rs` | `sliding_log.lua`, and `sliding_log_packed.lua` |
 //! | `sliding-counter` | `sliding_counter.rs` | `sliding_counter.lua`, in both encodings |
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
+//! | the same with a calendar | `fixed_window.rs` | `calendar.lua`, before it |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
 //! | `block_for`, with any of them | `block.rs` | `block.lua` |
 //!

@@ -134,9 +134,14 @@ impl SystemClock {
     /// Creates a clock that starts at the current wall clock time.
     #[must_use]
     pub fn new() -> Self {
-        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { shared: Arc::new(CalibratedClock::new(micros(since_epoch))) }
+        Self { shared: Arc::new(CalibratedClock::new(wall_clock().as_micros())) }
     }
+}
+
+/// Returns the current wall clock time.
+pub(crate) fn wall_clock() -> Timestamp {
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Timestamp(micros(since_epoch))
 }
 
 impl Default for SystemClock {

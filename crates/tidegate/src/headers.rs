@@ -9,6 +9,7 @@
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, mul_div_rem};
+use crate::clock::wall_clock;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 
@@ -84,6 +85,7 @@ pub fn to_headers(states: &[PolicyState<'_>], with_x_headers: bool) -> Vec<(&'st
 ///
 /// * The capacity is the [burst](Quota::burst) of a bucket and the limit of the other algorithms.
 ///   `q` divided by `w` is the rate, and no number of units left exceeds `q`.
+/// * `w` of a [calendar](Quota::calendar) is the length of the current period.
 /// * `t` is the wait of a policy that denies, and is never longer than `retry-after`. Otherwise it
 ///   is the time until the next unit for a bucket, and until the end of a fixed window. The sliding
 ///   algorithms do not report when their oldest unit leaves: `t` is the time until all have left.
@@ -207,7 +209,11 @@ fn push_policy(text: &mut String, separator: &str, policy: &str, quota: &Quota) 
         return;
     }
     text.push_str(";w=");
-    push_number(text, quota.drain_micros().div_ceil(1_000_000));
+    let window = match quota.calendar() {
+        None => quota.drain_micros().div_ceil(1_000_000),
+        Some(_) => seconds(quota.window_at(wall_clock())),
+    };
+    push_number(text, window);
 }
 
 /// Appends the start of an item of `ratelimit`, up to the number of units left.

@@ -171,6 +171,7 @@ mod client_ip;
 mod policy;
 
 // The query:
+mod calendar;
 mod quota;
 
 mod hold;
@@ -219,6 +220,7 @@ struct Guides;
 struct Readme;
 
 pub use algorithm::{Algorithm, Encoding};
+pub use calendar::{Calendar, CalendarError, CalendarUnit};
 pub use charge::{Charge, ChargeError, MAX_CHARGES, OnStoreFailure};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
 pub use clock::{Clock, ManualClock, SystemClock, Timestamp};

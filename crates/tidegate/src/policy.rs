@@ -438,7 +438,17 @@ impl Policy {
     /// Returns the attribute whose values have quotas of their own, and these.
     #[must_use]
     pub fn limits(&self) -> Option<(&str, &HashMap<String, Quota>)> {
-        self.quotas.by_value().map(|it| (it.attribute.as_str(), &it.quotas))
+        let by_value = self.quotas.by_value().filter(|_| self.anchor_attribute().is_none());
+        by_value.map(|it| (it.attribute.as_str(), &it.quotas))
+    }
+
+    /// Returns the attribute whose value is the day on which the periods of a calendar start.
+    #[must_use]
+    pub fn anchor_attribute(&self) -> Option<&str> {
+        let calendar = self.quota().calendar()?;
+        let by_value = self.quotas.by_value()?;
+        let has_other = by_value.quotas.values().any(|quota| quota.calendar() != Some(calendar));
+        has_other.then_some(by_value.attribute.as_str())
     }
 
     /// Returns whether denials are enforced.

@@ -1,9 +1,12 @@
 //! [`Quota`]: an algorithm with its limit, window and options, validated when it is created.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding, MAX_LIMIT, Parameters, mul_div_ceil};
+use crate::calendar::{Calendar, CalendarError};
+use crate::clock::Timestamp;
 use crate::hold::{HoldTerms, OnExpire};
 use crate::key::PolicyRef;
 
@@ -17,6 +20,7 @@ use crate::key::PolicyRef;
 /// | [`sliding_log`](Self::sliding_log) | the limit in any window, exactly | grows with the limit |
 /// | [`sliding_counter`](Self::sliding_counter) | approximately the same | constant |
 /// | [`fixed_window`](Self::fixed_window) | the limit in each window of the clock | constant |
+/// | [`calendar_window`](Self::calendar_window) | the limit in each period of a calendar | constant |
 /// | [`token_bucket`](Self::token_bucket) | a constant rate, and bursts | constant |
 /// | [`leaky_bucket`](Self::leaky_bucket) | a constant rate, by delaying requests | constant |
 /// | [`concurrency`](Self::concurrency) | the limit in flight | grows with the limit |
@@ -43,6 +47,8 @@ pub struct Quota {
     /// Lengths of the blocks of a key, by the number of blocks before.
     block_for: Option<Arc<Vec<Duration>>>,
     holds: HoldTerms,
+    /// Calendar of a fixed window whose windows are its periods.
+    calendar: Option<Arc<Calendar>>,
 }
 
 /// The reason why these parameters are not a valid quota.
@@ -120,6 +126,12 @@ pub enum QuotaError {
     /// A denial by units in flight does not start a block.
     #[error("concurrency has no blocks: only the limit of a rate does")]
     NoBlock,
+    /// The windows of the algorithm have no fixed times.
+    #[error(
+        "{0} has no calendar: its windows start with each request; only those of fixed-window start \
+         at fixed times"
+    )]
+    NoCalendar(Algorithm),
     /// Both options keep clients out that do not wait.
     #[error("a quota cannot both count denied requests and block: use one of the two")]
     BlockAndCountDenied,
@@ -177,6 +189,7 @@ impl Quota {
             default_policy_name,
             block_for: None,
             holds: HoldTerms::default(),
+            calendar: None,
         })
     }
 
@@ -198,6 +211,7 @@ impl Quota {
             default_policy_name: name.into(),
             block_for: None,
             holds: HoldTerms::default(),
+            calendar: None,
         })
     }
 
@@ -217,6 +231,51 @@ impl Quota {
     /// …).
     pub fn fixed_window(limit: u64, window: Duration) -> Result<Self, QuotaError> {
         Self::new(Algorithm::FixedWindow, limit, window)
+    }
+
+    /// Creates a fixed window of at most `limit` units in each period of a calendar, such as a month
+    /// in Berlin. A count stays in force until the end of its period, even if the calendar changes.
+    ///
+    /// ```
+    /// use tidegate::{Calendar, CalendarUnit, Charge, Limiter, ManualClock, MemoryStore, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let calendar = Calendar::new(CalendarUnit::Month, "Europe/Berlin")?.with_anchor("15")?;
+    /// let quota = Quota::calendar_window(1, calendar)?;
+    /// let clock = ManualClock::new(); // 14 November 2023, 23:13 in Berlin
+    /// let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    /// let charge = Charge::new("user123", &quota);
+    /// assert!(limiter.blocking().acquire(&charge)?.allowed);
+    /// let denied = limiter.blocking().acquire(&charge)?;
+    /// assert_eq!(denied.retry_after.as_secs() / 60, 46); // until midnight
+    /// clock.advance(denied.retry_after);
+    /// assert!(limiter.blocking().acquire(&charge)?.allowed);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn calendar_window(limit: u64, calendar: Calendar) -> Result<Self, QuotaError> {
+        Self::new_in_calendar(Algorithm::FixedWindow, limit, calendar)
+    }
+
+    /// Creates a quota of `limit` units per period of a calendar, by an algorithm that a user has
+    /// chosen: any other than `fixed-window` is an error that says why.
+    pub fn new_in_calendar(
+        algorithm: Algorithm,
+        limit: u64,
+        calendar: Calendar,
+    ) -> Result<Self, QuotaError> {
+        if algorithm != Algorithm::FixedWindow {
+            return Err(QuotaError::NoCalendar(algorithm));
+        }
+        let window = Duration::from_micros(calendar.nominal_micros());
+        let default_policy_name: Arc<str> = format!("{algorithm}-{}", calendar.unit()).into();
+        let quota = Self {
+            default_policy: PolicyRef::default_of_quota(&default_policy_name),
+            default_policy_name,
+            calendar: Some(Arc::new(calendar)),
+            ..Self::fixed_window(limit, window)?
+        };
+        Ok(Self { parameters: quota.parameters_with(limit, limit), ..quota })
     }
 
     /// Creates a bucket that refills at `limit` tokens per `window`, up to
@@ -400,13 +459,36 @@ impl Quota {
         self.parameters.limit()
     }
 
-    /// Returns the window; zero for units in flight, which have none.
+    /// Sets the day on which the periods of its calendar start, as [`Calendar::with_anchor`] does.
+    pub fn with_anchor(mut self, anchor: &str) -> Result<Self, CalendarError> {
+        let calendar = self.calendar().cloned().ok_or(CalendarError::NoAnchor)?;
+        self.calendar = Some(Arc::new(calendar.with_anchor(anchor)?));
+        Ok(self)
+    }
+
+    /// Returns the window; zero for units in flight, which have none. That of a calendar is its
+    /// longest period, as long as clocks do not change: see [`window_at`](Self::window_at).
     #[must_use]
     pub fn window(&self) -> Duration {
         if self.is_concurrency() {
             return Duration::ZERO;
         }
-        Duration::from_micros(self.window_micros())
+        let nominal = self.calendar().map(Calendar::nominal_micros);
+        Duration::from_micros(nominal.unwrap_or_else(|| self.window_micros()))
+    }
+
+    /// Returns the window at a time: that of a calendar is the period that has this time.
+    #[must_use]
+    pub fn window_at(&self, time: Timestamp) -> Duration {
+        let Some(calendar) = self.calendar() else { return self.window() };
+        let (start, end) = calendar.period_at(time);
+        end.saturating_duration_since(start)
+    }
+
+    /// Returns the calendar whose periods are the windows.
+    #[must_use]
+    pub fn calendar(&self) -> Option<&Calendar> {
+        self.calendar.as_deref()
     }
 
     /// Returns the capacity of a bucket; for the other algorithms, the limit. No single request can
@@ -443,6 +525,11 @@ impl Quota {
         &self.default_policy
     }
 
+    #[cfg(feature = "redis")]
+    pub(crate) fn shared_calendar(&self) -> Option<&Arc<Calendar>> {
+        self.calendar.as_ref()
+    }
+
     /// Returns this quota scaled to another limit and burst, each at least 1 and no larger than
     /// [`max_level`](Self::max_level). The default policy name stays the same.
     pub(crate) fn scaled_to(&self, limit: u64, burst: u64) -> Self {
@@ -457,6 +544,18 @@ impl Quota {
         let burst = self.burst() * percent / 100;
         let is_bucket = matches!(self.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
         self.scaled_to(if is_bucket { self.limit() } else { burst }, burst)
+    }
+
+    /// Returns the part of this quota for the rest of the current period, if it has a calendar. An
+    /// outage can then add no more to a month than the part of it that is left.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn for_rest_of_period(self, now: impl FnOnce() -> Timestamp) -> Self {
+        let Some(calendar) = self.calendar() else { return self };
+        let now = now().as_micros();
+        let (start, end) = calendar.span_at(now);
+        let limit = mul_div_ceil(self.limit(), end.saturating_sub(now), (end - start).max(1));
+        let limit = limit.clamp(1, self.limit());
+        self.scaled_to(limit, limit)
     }
 
     /// Returns this quota without blocks, to read a count.
@@ -484,11 +583,12 @@ impl Quota {
         if wider.burst() == burst { wider } else { unblocked }
     }
 
-    /// Returns the numbers for another limit and burst.
+    /// Returns the numbers for another limit and burst. The window of a calendar is an upper bound.
     fn parameters_with(&self, limit: u64, burst: u64) -> Parameters {
-        let parameters = Parameters::new(self.algorithm(), limit, self.window_micros(), burst);
+        let window = self.calendar().map_or(self.window_micros(), Calendar::max_micros);
+        let parameters = Parameters::new(self.algorithm(), limit, window, burst);
         let parameters = parameters.with_count_denied(self.count_denied());
-        let is_fast = !self.has_blocks() && !self.releases_holds();
+        let is_fast = !self.has_blocks() && !self.releases_holds() && self.calendar.is_none();
         if is_fast { parameters } else { parameters.without_fast_path() }
     }
 
@@ -498,6 +598,19 @@ impl Quota {
         &self.parameters
     }
 
+    /// Returns the numbers at a time: those of a calendar have the period that has this time.
+    #[inline]
+    pub(crate) fn parameters_at(&self, now: u64) -> Cow<'_, Parameters> {
+        match self.calendar() {
+            None => Cow::Borrowed(&self.parameters),
+            Some(calendar) => {
+                let (start, end) = calendar.span_at(now);
+                Cow::Owned(self.parameters.in_period(start, end))
+            }
+        }
+    }
+
+    /// Returns the window; for a calendar, an upper bound of its periods.
     pub(crate) fn window_micros(&self) -> u64 {
         self.parameters.window()
     }
@@ -590,6 +703,21 @@ mod tests {
             error(Quota::token_bucket(1, MINUTE).and_then(|q| q.with_count_denied(true)))
                 .contains("cannot count denied")
         );
+    }
+
+    #[cfg(feature = "resilience")]
+    #[test]
+    fn share_of_a_calendar_is_that_of_the_rest_of_its_period() {
+        let calendar = Calendar::new(crate::CalendarUnit::Day, "UTC").expect("a zone");
+        let quota = Quota::calendar_window(24, calendar).expect("valid");
+        let midnight = 1_700_006_400_000_000;
+        let share = |hours: u64, micros: u64| {
+            let now = Timestamp::from_micros(midnight + hours * 3_600_000_000 + micros);
+            quota.clone().for_rest_of_period(|| now).limit()
+        };
+        assert_eq!([share(0, 0), share(0, 1), share(12, 0), share(23, 1)], [24, 24, 12, 1]);
+        let window = Quota::fixed_window(24, MINUTE).expect("valid");
+        assert_eq!(window.clone().for_rest_of_period(|| unreachable!()), window);
     }
 
     #[test]

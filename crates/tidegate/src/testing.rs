@@ -91,14 +91,15 @@ pub async fn conformance<S: Store>(
     mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        let sequence = Sequence::from_seed(seed, &Algorithm::RATES).with_blocks(seed);
+        let sequence = Sequence::from_seed(seed, &Algorithm::RATES);
+        let sequence = sequence.with_calendars(seed).with_blocks(seed);
         check(seed, sequence, &mut new_limiter).await;
     }
 }
 
-/// Runs [`conformance`] with quotas of these algorithms only, and without blocks, for a store that has
-/// no others. Such a store should answer other quotas, and those with
-/// [`block_for`](crate::Quota::block_for), with
+/// Runs [`conformance`] with quotas of these algorithms only, and without blocks and calendars, for a
+/// store that has no others. Such a store should answer other quotas, and those with
+/// [`block_for`](crate::Quota::block_for) or a [`calendar`](crate::Quota::calendar), with
 /// [`StoreError::Misconfigured`](crate::StoreError::Misconfigured).
 ///
 /// ```
@@ -178,7 +179,7 @@ pub async fn conformance_of_holds<S: Store>(
     mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        let sequence = Sequence::of_holds(seed).with_blocks(seed);
+        let sequence = Sequence::of_holds(seed).with_calendars(seed).with_blocks(seed);
         check(seed, sequence, &mut new_limiter).await;
     }
 }

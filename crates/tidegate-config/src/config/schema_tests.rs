@@ -20,8 +20,12 @@ mod door_probes;
 mod probes;
 
 /// Rules that a JSON Schema cannot express: a part of the message, and the reason.
-const INEXPRESSIBLE: [(&str, &str); 30] = [
+const INEXPRESSIBLE: [(&str, &str); 34] = [
     ("is longer than their max_ttl", "compares two durations"),
+    ("unknown timezone", "depends on the database of time zones"),
+    ("is not a day of the month", "depends on the unit of the calendar"),
+    ("anchor of a week", "depends on the unit of the calendar"),
+    ("an anchor is the day", "depends on the unit of the calendar"),
     ("has less than one unit", "multiplies a limit and a part of it"),
     ("would never match", "depends on the rules in `paths`"),
     ("is used twice", "compares the names of two policies"),

@@ -185,6 +185,11 @@ fn errors_in_policies_show_their_position() {
         ("unless: [{ip: 10.0.0.1}, {}]", "5:30:", "would exempt every request"),
         ("unless: [{ips: 10.0.0.1}]", "5:15:", "unless: unknown attribute \"ips\""),
         ("limits: {attribute: header.x, other: 5}", "3:12:", "move this one to `limits.other`"),
+        (
+            "key: ip\n    overrides: [{key: 192.0.2.1, limit: 1, window: {calendar: month}}]",
+            "6:52:",
+            "sliding-log has no calendar: its windows start with each request",
+        ),
         ("lanes: {attribute: header.x, low: 9%}", "5:24:", "has less than one unit"),
         ("lanes: {attribute: header.x, low: 80}", "5:39:", "from 1% to 100%, such as 80%"),
         (
@@ -565,4 +570,82 @@ fn requests_of_envoy_in_flight_need_an_id() {
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(found[0].to_string().contains("set envoy.hold_id"), "{found:?}");
     assert!(warnings(&format!("envoy: {{hold_id: id}}\n{policies}")).is_empty());
+}
+
+/// Returns the policy of a file with this window and these further lines.
+fn with_window(window: &str, rest: &str) -> String {
+    format!(
+        "policies:\n  - name: a\n    limit: 10\n    algorithm: fixed-window\n    window: {window}\n\
+         {rest}"
+    )
+}
+
+#[test]
+fn calendars_have_specific_errors() {
+    for (window, rest, place, message) in [
+        ("{calendar: hour}", "", "5:24:", "one of day, week, month, quarter, year"),
+        ("{calendar: month, timezone: Berlin}", "", "5:41:", "unknown timezone \"Berlin\""),
+        ("{calendar: month, anchor: 32}", "", "5:39:", "must be from 1 to 31"),
+        ("{calendar: month, anchor: monday}", "", "5:39:", "must be from 1 to 31"),
+        ("{calendar: week, anchor: 1}", "", "5:38:", "one of monday, tuesday"),
+        ("{calendar: day, anchor: 1}", "", "5:37:", "leave it out"),
+        ("{calendar: day, anchor: {attribute: header.x}}", "", "5:37:", "leave it out"),
+        ("{calendar: month, anchor: {attribute: path}}", "", "2:11:", "path"),
+        ("{calendar: month, anchor: {attribute: plan}}", "", "5:51:", "unknown attribute \"plan\""),
+        ("{timezone: UTC}", "", "5:14:", "missing field `calendar`"),
+        ("{calendar: month, zone: UTC}", "", "5:", "unknown field `zone`"),
+        ("[month]", "", "5:5:", "a duration such as 60s, or {calendar: month"),
+        (
+            "{calendar: month, anchor: {attribute: header.x}}",
+            "    key: ip\n    overrides: [{key: 192.0.2.1, limit: 1}]\n",
+            "7:23:",
+            "the anchor of an override is a day",
+        ),
+    ] {
+        let found = error(&with_window(window, rest));
+        assert!(
+            found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message),
+            "{window}\n{found}"
+        );
+    }
+    let found = error("policies:\n  - {name: a, limit: 1, window: {calendar: month}}\n");
+    assert!(found.contains("sliding-log has no calendar"), "{found}");
+}
+
+#[test]
+fn the_anchor_is_that_of_the_request_or_of_the_override() {
+    let window = "{calendar: month, timezone: Europe/Berlin, anchor: {attribute: header.x-day}}";
+    let overrides = "    key: header.x-user\n    overrides:\n      - key: acme\n        limit: 5\n        \
+                     window: {calendar: month, anchor: 20}\n";
+    let config = Config::parse("a.yaml", &with_window(window, overrides)).expect("valid");
+    let policy = config.policies.get("a").expect("the policy");
+    assert_eq!(policy.anchor_attribute(), Some("header.x-day"));
+    assert!(policy.limits().is_none());
+    for (user, day, calendar) in [
+        ("ann", Some("31"), "month from day 31, Europe/Berlin"),
+        ("ann", Some("monday"), "month, Europe/Berlin"),
+        ("ann", None, "month, Europe/Berlin"),
+        ("acme", Some("31"), "month from day 20, UTC"),
+    ] {
+        let mut request = BTreeMap::from([("header.x-user".to_owned(), user.to_owned())]);
+        request.extend(day.map(|day| ("header.x-day".to_owned(), day.to_owned())));
+        let selected = policy.select(&request, None).expect("selected");
+        let quota = selected.charges[0].quota();
+        let found = quota.and_then(tidegate::Quota::calendar).expect("a calendar").to_string();
+        assert_eq!(found, calendar, "{user} {day:?}");
+    }
+}
+
+#[test]
+fn windows_of_a_day_or_more_in_memory_are_warned_about() {
+    let warnings = |text: &str| {
+        let config = Config::parse("a.yaml", text).expect("valid");
+        config.warnings.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    let text = with_window("{calendar: month}", "");
+    let found = warnings(&text);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].starts_with("a.yaml:2: policy \"a\": its counts of 31d end"), "{found:?}");
+    assert!(warnings(&format!("store: {{redis: 'redis://h'}}\n{text}")).is_empty());
+    assert!(warnings(&with_window("23h", "")).is_empty());
 }

@@ -9,7 +9,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 use tidegate::{
-    Algorithm, AttributeNames, Encoding, MAX_KEY_BYTES, MissingKey, Mode, OnStoreFailure,
+    Algorithm, AttributeNames, Calendar, Encoding, MAX_KEY_BYTES, MissingKey, Mode, OnStoreFailure,
     PathRules, Policy, PolicyError, PolicyPart, Quota, QuotaError, ShowKeys, UnknownName,
 };
 
@@ -19,6 +19,7 @@ use super::limits::{ByValue, Percent};
 use super::schema::{
     add_policy_rules, block_lengths, conditions, exemptions, key_attributes, statuses, texts,
 };
+use super::window::RawWindow;
 use crate::yaml::{Bounded, ConfigError, Document, Flag, duration};
 
 /// A limit, a burst or a cost.
@@ -81,9 +82,9 @@ pub struct RawPolicy {
     /// Parts of the limit that requests may fill by the value of an attribute, such as a priority:
     /// the rest is kept for the others. The count is the same for all.
     lanes: Option<ByValue<Percent>>,
-    /// Duration such as 500ms, 60s, 5m, 1h, 30d.
-    #[schemars(with = "Option<String>", pattern(duration::PATTERN))]
-    window: Option<Spanned<String>>,
+    /// Duration such as 500ms, 60s, 5m, 1h, 30d, or for fixed-window the periods of a calendar.
+    #[schemars(with = "Option<RawWindow>")]
+    window: Option<Spanned<RawWindow>>,
     /// Capacity of a bucket; the limit by default.
     #[schemars(with = "Option<Units>")]
     burst: Option<Spanned<Units>>,
@@ -175,6 +176,16 @@ impl RawPolicy {
             quotas.extend(values.iter().map(|(_, quota)| quota.clone()));
             policy = policy.limits(attribute, values);
         }
+        let anchor = window.and_then(|window| window.value.anchor_attribute());
+        if let Some(anchor) = anchor {
+            if raw.limits.is_some() {
+                let both = "a policy chooses by one attribute: leave out `limits`, or the \
+                            attribute of the anchor";
+                return Err(document.error_at(anchor, both));
+            }
+            let attribute = attribute_name(document, attributes, "anchor.attribute", anchor)?;
+            policy = policy.limits(attribute, anchored(&quotas[0]));
+        }
         if let Some(lanes) = &raw.lanes {
             let attribute =
                 attribute_name(document, attributes, "lanes.attribute", &lanes.attribute)?;
@@ -205,6 +216,12 @@ impl RawPolicy {
         }
         for entry in &raw.overrides {
             let window = entry.window.as_ref().or(window);
+            let by_attribute = window.and_then(|window| window.value.anchor_attribute());
+            if by_attribute.is_some() {
+                let missing = "the anchor of an override is a day: write its \
+                               `window: {calendar: …, timezone: …, anchor: 15}`";
+                return Err(document.error_at(&entry.key, missing));
+            }
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
             let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
             policy = policy.override_for(entry.key.value.texts(), quota.clone());
@@ -255,7 +272,7 @@ impl RawPolicy {
         document: &Document<'_>,
         algorithm: Algorithm,
         limit: &Spanned<Units>,
-        window: Option<&Spanned<String>>,
+        window: Option<&Spanned<RawWindow>>,
         burst: Option<&Spanned<Units>>,
     ) -> Result<Quota, ConfigError> {
         let at_limit = |error: QuotaError| document.error_at(limit, &error.to_string());
@@ -268,17 +285,7 @@ impl RawPolicy {
                 let missing = "missing field `window`: the time of the limit, such as 60s";
                 return Err(document.error_at(&self.name, missing));
             }
-            Some(window) => {
-                let at_window = |error: &str| document.error_at(window, error);
-                let duration = duration::parse(&window.value).map_err(|error| at_window(&error))?;
-                Quota::new(algorithm, units, duration).map_err(|error| match error {
-                    QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
-                        at_window(&format!("{error}{}", duration::sum_note(&window.value)))
-                    }
-                    QuotaError::NoWindow => at_window(&error.to_string()),
-                    _ => at_limit(error),
-                })?
-            }
+            Some(window) => window.value.quota(document, window, algorithm, limit)?,
         };
         if let Some(holds) = &self.hold {
             quota = quota.with_holds(holds.value.terms(document, holds, algorithm)?);
@@ -330,6 +337,17 @@ impl Conditions {
         }
         Ok(named)
     }
+}
+
+/// Returns a quota for each value of the attribute that has the anchor of its calendar.
+fn anchored(quota: &Quota) -> Vec<(String, Quota)> {
+    let Some(calendar) = quota.calendar() else { return Vec::new() };
+    let anchors = Calendar::anchors(calendar.unit()).into_iter();
+    let quotas = anchors.filter_map(|anchor| {
+        let quota = quota.clone().with_anchor(&anchor).ok()?;
+        Some((anchor, quota))
+    });
+    quotas.collect()
 }
 
 /// Returns the normalized name: header names are case-insensitive, and requests have them in lower
@@ -396,8 +414,8 @@ struct Override {
     key: Spanned<OneOrMany>,
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
-    #[schemars(with = "Option<String>", pattern(duration::PATTERN))]
-    window: Option<Spanned<String>>,
+    #[schemars(with = "Option<RawWindow>")]
+    window: Option<Spanned<RawWindow>>,
     #[schemars(with = "Option<Units>")]
     burst: Option<Spanned<Units>>,
 }

@@ -24,6 +24,11 @@ pub(crate) fn texts(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
+/// Returns the schema of a day of the month, or of a weekday.
+pub(crate) fn anchor_day(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": ["string", "integer"], "minimum": 1, "maximum": 31})
+}
+
 /// Returns the schema of a status, a class of statuses, or a list of them, at least one.
 pub(crate) fn statuses(_: &mut SchemaGenerator) -> Schema {
     let status = json!({
@@ -111,7 +116,11 @@ pub(crate) fn add_policy_rules(schema: &mut Schema) {
                 })),
                 json!({"block_for": absent(), "hold": of_hold})
             )},
-            "else": {"properties": {"window": {"type": "string"}}, "required": ["window"]}
+            "else": {"properties": {"window": {"type": ["string", "object"]}}, "required": ["window"]}
+        },
+        {
+            "if": is_one_of("algorithm", &[Algorithm::FixedWindow.as_str()]),
+            "else": {"properties": with_limits(json!({"window": {"not": {"type": "object"}}}))}
         },
         {
             "if": is_one_of("algorithm", &others),

@@ -6,11 +6,10 @@ use std::process::ExitCode;
 
 use clap::Args;
 use tidegate::RedisStore;
-use tidegate_config::RedisConfig;
 use tidegate_tools::doctor;
 
 use super::variables;
-use tidegate_config::{Config, Listen};
+use tidegate_config::{Config, Listen, RedisConfig, StoreNeeds};
 use tidegate_net::ListenAddress;
 use tidegate_service::logs::{self, LogFormat};
 use tidegate_service::reload::ConfigSource;
@@ -89,7 +88,7 @@ pub(super) fn resp_line(bound: &Listen, tls: bool, label: &str) -> String {
 pub(super) fn check_redis<'a>(
     store: &'a RedisStore,
     config: &'a RedisConfig,
-    largest_log: u64,
+    needs: StoreNeeds,
 ) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
-    Box::pin(doctor::log_warnings(store, config, largest_log))
+    Box::pin(doctor::log_warnings(store, config, needs))
 }

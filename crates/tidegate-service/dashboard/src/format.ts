@@ -63,10 +63,10 @@ export function windowText(ms: number): string {
   return unit ? `${round(ms / unit[1], 0)} ${unit[0]}` : `${round(ms, 0)} ms`;
 }
 
-/** Text of a limit: units per window, or units in flight. */
-export function limitText(limit: number, windowMs: number | null): string {
-  return windowMs === null
-    ? `${count(limit)} in flight` : `${count(limit)} per ${windowText(windowMs)}`;
+/** Text of a limit: units per window or period of a calendar, or units in flight. */
+export function limitText(limit: number, windowMs: number | null, calendar?: string): string {
+  if (windowMs === null) return `${count(limit)} in flight`;
+  return `${count(limit)} per ${calendar ? visible(calendar) : windowText(windowMs)}`;
 }
 
 const clockFormat = new Intl.DateTimeFormat('en-GB', {

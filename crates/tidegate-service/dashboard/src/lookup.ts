@@ -125,7 +125,7 @@ export class Lookup {
         foreign(result.error, 300, 'prose'), '–');
     }
     if (result.limit !== undefined && result.window_ms !== undefined) {
-      const quota = format.limitText(result.limit, result.window_ms);
+      const quota = format.limitText(result.limit, result.window_ms, result.calendar);
       name.append(el('div', {class: 'detail'}, quota, result.override ? ' (override)' : ''));
       if (result.value !== undefined) {
         name.append(el('div', {class: 'detail'}, 'if the value is ', foreign(result.value, 40)));

@@ -188,7 +188,7 @@ function limitCell(policy: Policy): HTMLElement {
     details.push(`cost by ${format.visible(policy.cost.attribute)}`);
   }
   return el('div', {},
-    format.limitText(policy.limit, policy.window_ms),
+    format.limitText(policy.limit, policy.window_ms, policy.calendar),
     ...limitLines(policy),
     el('div', {class: 'detail'}, details.join(', ')),
     el('div', {class: 'detail'}, `without the store: ${policy.on_store_failure}`));
@@ -231,8 +231,9 @@ function overridesCell({overrides, override_count: total}: Policy): HTMLElement 
   if (number === 0) return '–';
   if (list.length === 0) return format.count(number);
   const items = list.map((override: Override) => el('li', {}, foreign(override.key, 40),
-    `: ${format.count(override.limit)}`
-    + (override.window_ms ? ` per ${format.windowText(override.window_ms)}` : '')));
+    `: ${override.window_ms
+      ? format.limitText(override.limit, override.window_ms, override.calendar)
+      : format.count(override.limit)}`));
   if (number > list.length) items.push(el('li', {}, `and ${number - list.length} more`));
   return el('details', {}, el('summary', {}, format.plural(number, 'key')), el('ul', {}, ...items));
 }

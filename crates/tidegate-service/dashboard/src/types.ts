@@ -120,6 +120,7 @@ export interface Override {
   limit: number;
   burst?: number | null;
   window_ms?: number | null;
+  calendar?: string;
 }
 
 export interface CostByAttribute {
@@ -137,6 +138,8 @@ export interface Policy {
   limit: number;
   /** Null for units in flight, which have no window. */
   window_ms: number | null;
+  /** Calendar whose periods are the windows. */
+  calendar?: string;
   burst: number;
   key: string[];
   mode: string;
@@ -164,6 +167,7 @@ export interface LookupResult {
   limit?: number;
   burst?: number;
   window_ms?: number | null;
+  calendar?: string;
   override?: boolean;
   /** Value of the attribute in `limits` that has this limit. */
   value?: string;

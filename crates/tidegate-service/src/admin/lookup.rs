@@ -11,8 +11,8 @@ use futures_util::StreamExt as _;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::{
-    Action, Charge, Decision, Key, KeySource, Mode, Policy, PolicyDecision, Query, QueryError,
-    Quota, ShowKeys, Source,
+    Action, Calendar, Charge, Clock as _, Decision, Key, KeySource, Mode, Policy, PolicyDecision,
+    Query, QueryError, Quota, ShowKeys, Source, SystemClock,
 };
 
 use super::Admin;
@@ -72,6 +72,9 @@ struct ResultBody {
     burst: u64,
     /// Null for units in flight, which have no window.
     window_ms: Option<u64>,
+    /// Calendar whose periods are the windows, such as `month from day 15, Europe/Berlin`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    calendar: Option<String>,
     #[serde(rename = "override")]
     is_override: bool,
     /// Value of the attribute in the policy's `limits` that has this limit, or `other`. It
@@ -315,6 +318,7 @@ impl LookupTarget<'_> {
             limit: self.quota.limit(),
             burst: self.quota.burst(),
             window_ms: (!self.quota.is_concurrency()).then(|| millis(self.quota.window())),
+            calendar: self.quota.calendar().map(ToString::to_string),
             is_override: self.is_override,
             value: self.value.map(str::to_owned),
             state: None,
@@ -412,7 +416,17 @@ fn reason(decision: &Decision, remaining: u64, quota: &Quota, mode: &'static str
             format!("{used} of {capacity} units of the bucket are used")
         }
         tidegate::Algorithm::Concurrency => format!("{used} of {capacity} units are in flight"),
-        _ => format!("{used} of {capacity} units per {} are used", shown(quota.window())),
+        _ => match quota.calendar() {
+            Some(calendar) if used > 0 => format!(
+                "{used} of {capacity} units of this {} are used; resets on {}",
+                calendar.unit(),
+                end_of_period(calendar, decision.reset_after)
+            ),
+            Some(calendar) => {
+                format!("none of {capacity} units of this {} is used", calendar.unit())
+            }
+            None => format!("{used} of {capacity} units per {} are used", shown(quota.window())),
+        },
     };
     let next = if !decision.allowed && quota.is_concurrency() {
         format!(
@@ -432,6 +446,13 @@ fn reason(decision: &Decision, remaining: u64, quota: &Quota, mode: &'static str
         ""
     };
     format!("{failure}{units}{next}{shadow}.")
+}
+
+/// Returns the end of a period in its time zone, to the nearest minute: the clocks of this host and
+/// of the store may differ.
+fn end_of_period(calendar: &Calendar, after: Duration) -> String {
+    let end = SystemClock::new().now().saturating_add(after + Duration::from_secs(30));
+    calendar.local_text(end)
 }
 
 /// Returns a duration for people, rounded up: `250 ms`, `12 s`, `5 min`, `3 h 20 min`, `2 d`.

@@ -103,6 +103,10 @@ struct QuotaBody {
     limit: u64,
     /// Null for units in flight, which have no window.
     window_ms: Option<u128>,
+    /// Calendar whose periods are the windows, such as `month from day 15, Europe/Berlin`. The
+    /// window is then the longest period.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    calendar: Option<String>,
     burst: u64,
 }
 
@@ -138,6 +142,13 @@ impl<'a> PolicyBody<'a> {
             let values = quotas.iter().map(|(value, quota)| (value.as_str(), quota.limit()));
             LimitsBody { attribute, values: values.collect() }
         });
+        let mut quota = QuotaBody::new(policy.quota());
+        if let (Some(calendar), Some(attribute)) =
+            (policy.quota().calendar(), policy.anchor_attribute())
+        {
+            let (unit, zone) = (calendar.unit(), calendar.timezone());
+            quota.calendar = Some(format!("{unit} from {attribute}, {zone}"));
+        }
         let shown = |(key, quota): (&str, &Quota)| OverrideBody {
             key: active.shown_key(policy.name(), key.to_owned()),
             quota: QuotaBody::new(quota),
@@ -148,7 +159,7 @@ impl<'a> PolicyBody<'a> {
             unless: policy.unless().map(patterns).collect(),
             key: policy.key().iter().map(KeySource::as_str).collect(),
             missing_key: policy.missing_key().as_str(),
-            quota: QuotaBody::new(policy.quota()),
+            quota,
             cost: match policy.cost() {
                 Cost::Fixed(units) => CostBody::Fixed(*units),
                 Cost::Attribute { name, default, max } => {
@@ -178,6 +189,7 @@ impl<'a> PolicyBody<'a> {
                 block_for_ms: Vec::new(),
                 limit: 0,
                 window_ms: Some(window.as_millis()),
+                calendar: None,
                 burst: 0,
             },
             Limit::Quota(_, quota) => QuotaBody::new(quota),
@@ -215,6 +227,7 @@ impl QuotaBody {
             block_for_ms: quota.block_for().iter().map(Duration::as_millis).collect(),
             limit: quota.limit(),
             window_ms: (!quota.is_concurrency()).then(|| quota.window().as_millis()),
+            calendar: quota.calendar().map(ToString::to_string),
             burst: quota.burst(),
         }
     }

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use clap::builder::FalseyValueParser;
-use tidegate::{Action, Charge, Decision, Limiter, MemoryStore, Store};
+use clap::builder::{ArgPredicate, FalseyValueParser, PossibleValuesParser, TypedValueParser as _};
+use tidegate::{Action, Calendar, CalendarUnit, Charge, Decision, Limiter, MemoryStore, Store};
 use tidegate_config::duration::{self, readable};
 
 use super::quota::QuotaFlags;
@@ -21,8 +21,12 @@ use tidegate_api::json;
 #[derive(Debug, Args)]
 #[command(
     mut_arg("limit", |flag| flag.required(true)),
-    mut_arg("window", |flag| flag.required(true)),
-    mut_arg("algorithm", |flag| flag.default_value("sliding-log")),
+    mut_arg("window", |flag| flag.required_unless_present("calendar").conflicts_with("calendar")),
+    mut_arg("algorithm", |flag| {
+        let with_calendar = Some("fixed-window");
+        flag.default_value("sliding-log")
+            .default_value_if("calendar", ArgPredicate::IsPresent, with_calendar)
+    }),
     after_help = "\
 Examples:
   Five requests against a limit of three, in memory:
@@ -30,6 +34,10 @@ Examples:
 
   A job that may run once per hour, on whichever machine starts it first:
     tidegate acquire nightly-report --limit 1 --window 1h --redis redis://127.0.0.1:6379 && ./report
+
+  A quota of 1000 per month, from the 15th on in Berlin, in the counts of the fleet:
+    tidegate acquire acme --limit 1000 --calendar month --timezone Europe/Berlin --anchor 15 \
+      --redis redis://127.0.0.1:6379
 
   A token bucket that allows bursts, as JSON:
     tidegate acquire user123 --algorithm token-bucket --limit 10 --window 1s --burst 50 --json
@@ -44,6 +52,20 @@ pub struct AcquireCommand {
 
     #[command(flatten)]
     quota: QuotaFlags,
+
+    /// Instead of a window: the periods of a calendar
+    #[arg(long, value_name = "UNIT", env = "TIDEGATE_CALENDAR")]
+    #[arg(value_parser = PossibleValuesParser::new(CalendarUnit::ALL.map(CalendarUnit::as_str))
+        .try_map(|name| name.parse::<CalendarUnit>()))]
+    calendar: Option<CalendarUnit>,
+
+    /// Time zone of the calendar, such as Europe/Berlin
+    #[arg(long, value_name = "ZONE", env = "TIDEGATE_TIMEZONE", default_value = "UTC")]
+    timezone: String,
+
+    /// Day on which periods start: of the month, from 1 to 31, or a weekday
+    #[arg(long, value_name = "DAY", env = "TIDEGATE_ANCHOR", conflicts_with = "window")]
+    anchor: Option<String>,
 
     /// Units that each request costs
     #[arg(long, value_name = "C", env = "TIDEGATE_COST", default_value_t = 1)]
@@ -78,8 +100,17 @@ pub struct AcquireCommand {
 
 impl AcquireCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        // Both are required, so that their defaults are not used.
-        let quota = self.quota.quota(0, Duration::ZERO)?;
+        let quota = match self.calendar {
+            // Both are required, so that their defaults are not used.
+            None => self.quota.quota(0, Duration::ZERO)?,
+            Some(unit) => {
+                let calendar = Calendar::new(unit, &self.timezone)?;
+                self.quota.in_calendar(match &self.anchor {
+                    Some(anchor) => calendar.with_anchor(anchor)?,
+                    None => calendar,
+                })?
+            }
+        };
         let mut charge = Charge::new(&self.key, &quota).with_cost(self.cost);
         if let Some(policy) = &self.policy {
             charge = charge.with_policy(policy);

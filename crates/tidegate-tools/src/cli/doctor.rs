@@ -13,7 +13,7 @@ use tidegate_config::duration;
 use super::redis::RedisFlags;
 use crate::doctor::{self, CheckOptions, DoctorReport, Finding, Severity};
 use crate::tool::{output, style};
-use tidegate_config::{Config, RedisConfig, StoreConfig};
+use tidegate_config::{Config, RedisConfig, StoreConfig, StoreNeeds};
 
 /// Check whether a Redis setup is fit for rate limiting.
 ///
@@ -61,11 +61,11 @@ pub struct DoctorCommand {
 
 impl DoctorCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let mut largest_log = 0;
+        let mut needs = StoreNeeds::default();
         let store = match &self.config {
             Some(file) => {
                 let config = Config::load(file)?;
-                largest_log = config.largest_sorted_log();
+                needs = config.store_needs();
                 config.store
             }
             None if !self.redis.has_url() => {
@@ -86,7 +86,7 @@ impl DoctorCommand {
                     None => *redis,
                 };
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-                runtime.block_on(self.check(&redis, largest_log))?
+                runtime.block_on(self.check(&redis, needs))?
             }
         };
         let json = self.json.then(|| serde_json::to_string(&report)).transpose()?;
@@ -98,7 +98,7 @@ impl DoctorCommand {
         })
     }
 
-    async fn check(&self, redis: &RedisConfig, largest_log: u64) -> anyhow::Result<DoctorReport> {
+    async fn check(&self, redis: &RedisConfig, needs: StoreNeeds) -> anyhow::Result<DoctorReport> {
         let store = match redis.builder().connect().await {
             Ok(store) => store,
             Err(error) => {
@@ -107,7 +107,7 @@ impl DoctorCommand {
             }
         };
         let (probes, keys) = (usize::try_from(self.probes)?, usize::try_from(self.keys)?);
-        let options = CheckOptions::new(redis, largest_log, probes, keys);
+        let options = CheckOptions::new(redis, needs, probes, keys);
         let mut report = doctor::run_checks(&store, &options).await;
         // Without a file, there are no settings of a service to check.
         if self.config.is_some() {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use tidegate::{Algorithm, Encoding, Quota};
+use tidegate::{Algorithm, Calendar, Encoding, Quota};
 use tidegate_config::duration;
 
 /// Limit of a policy, or of the requests of a command.
@@ -56,10 +56,21 @@ impl QuotaFlags {
 
     /// Returns the quota, with this limit and window unless they are given.
     pub(super) fn quota(&self, limit: u64, window: Duration) -> anyhow::Result<Quota> {
-        let limits = &self.limits;
-        let algorithm = self.algorithm.unwrap_or(Algorithm::SlidingLog);
-        let (limit, window) = (limits.limit.unwrap_or(limit), limits.window.unwrap_or(window));
-        let mut quota = Quota::new(algorithm, limit, window)?;
+        let window = self.limits.window.unwrap_or(window);
+        self.with_options(Quota::new(self.algorithm(), self.limits.limit.unwrap_or(limit), window)?)
+    }
+
+    /// Returns the quota in the periods of a calendar.
+    pub(super) fn in_calendar(&self, calendar: Calendar) -> anyhow::Result<Quota> {
+        let limit = self.limits.limit.unwrap_or(0);
+        self.with_options(Quota::new_in_calendar(self.algorithm(), limit, calendar)?)
+    }
+
+    fn algorithm(&self) -> Algorithm {
+        self.algorithm.unwrap_or(Algorithm::SlidingLog)
+    }
+
+    fn with_options(&self, mut quota: Quota) -> anyhow::Result<Quota> {
         if let Some(burst) = self.burst {
             quota = quota.with_burst(burst)?;
         }

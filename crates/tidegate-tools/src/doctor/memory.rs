@@ -35,6 +35,10 @@ fn check_eviction(node: &mut NodeUnderTest<'_>) {
         "maxmemory-policy is {policy}: a flood of new keys would evict counters, which resets \
          limits{evicted}"
     );
+    let message = match node.options.long_period() {
+        Some(period) => format!("{message}; the limit of {period} then starts again in between"),
+        None => message,
+    };
     let advice = format!(
         "{}: a full Redis is then a store failure, for which on_store_failure applies",
         node.set_advice("maxmemory-policy noeviction")
@@ -116,11 +120,34 @@ async fn check_persistence(node: &mut NodeUnderTest<'_>) {
     if has_failed("rdb_last_bgsave_status") || has_failed("aof_last_write_status") {
         let message = "its last write to disk failed: by default it then rejects every write, so \
                        decisions fail";
-        let advice = "free space on its disk, or switch persistence off: counters do not need it";
+        let advice = match node.options.long_period() {
+            Some(_) => "free space on its disk",
+            None => "free space on its disk, or switch persistence off: counters do not need it",
+        };
         return node.add(Finding::warning("persistence", message).advice(advice));
     }
     let has_aof = node.info.number("aof_enabled") == Some(1);
     let has_snapshots = node.setting("save").await.map(|save| !save.is_empty());
+    if let Some(period) = node.options.long_period() {
+        let advice = "appendonly yes and appendfsync everysec keep all but the last second; replicas \
+                      alone do not help if all of them restart";
+        return node.add(match (has_aof, has_snapshots) {
+            (true, _) => Finding::ok("persistence", "an append-only file"),
+            (false, Some(true)) => {
+                let message = format!(
+                    "it writes snapshots only: after a restart, what was used of the limit of \
+                     {period} since the last one is free again"
+                );
+                Finding::warning("persistence", message).advice(advice)
+            }
+            (false, _) => {
+                let message = format!(
+                    "no append-only file: after a restart, the whole limit of {period} is free again"
+                );
+                Finding::warning("persistence", message).advice(advice)
+            }
+        });
+    }
     node.add(match (has_aof, has_snapshots) {
         (false, Some(false)) => Finding::ok("persistence", "off, and counters do not need it"),
         (false, None) => {

@@ -352,6 +352,7 @@ fn policy_json(tally: &PolicyTally) -> Value {
         "limit": tally.quota.limit(),
         "window_ms": (!tally.quota.is_concurrency())
             .then(|| millis(duration::micros(tally.quota.window()))),
+        "calendar": tally.quota.calendar().map(ToString::to_string),
         "burst": tally.quota.burst(),
         "requests": tally.requests,
         "admitted": tally.admitted,
@@ -405,7 +406,10 @@ pub(super) fn limit(quota: &Quota) -> String {
     if quota.is_concurrency() {
         return format!("{} in flight", grouped(quota.limit()));
     }
-    let window = readable(quota.window());
+    let window = match quota.calendar() {
+        Some(calendar) => calendar.to_string(),
+        None => readable(quota.window()),
+    };
     let burst = match quota.burst() {
         burst if burst == quota.limit() => String::new(),
         burst => format!(", burst {}", grouped(burst)),

@@ -6,6 +6,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use tidegate::Timestamp;
 use tidegate_config::duration::readable;
 
 use super::report::{SimulationReport, limit, utc};
@@ -168,14 +169,19 @@ impl Panel<'_> {
         self.series.bins.iter().map(|bin| bin.peak).max().unwrap_or(0)
     }
 
-    /// Returns the times after the start at which a window aligned to the clock begins, unless
-    /// there are too many to draw.
+    /// Returns the times after the start at which a window of the clock or of a calendar begins,
+    /// unless there are too many to draw.
     fn boundaries(&self, start: u64, span: u64) -> impl Iterator<Item = u64> {
-        let window = duration::micros(self.tally.quota.window()).max(1);
-        let first = start.next_multiple_of(window) - start;
-        let count = if span / window <= MAX_BOUNDARIES { u64::MAX } else { 0 };
-        let times = (0..count).map(move |number| first + number * window);
-        times.skip_while(|time| *time == 0).take_while(move |time| *time < span)
+        let quota = &self.tally.quota;
+        let window = duration::micros(quota.window()).max(1);
+        let next = move |time: u64| match quota.calendar() {
+            Some(calendar) => calendar.period_at(Timestamp::from_micros(time)).1.as_micros(),
+            None => (time + 1).next_multiple_of(window),
+        };
+        let is_drawn = span / window <= MAX_BOUNDARIES;
+        let times =
+            std::iter::successors(is_drawn.then(|| next(start)), move |time| Some(next(*time)));
+        times.map(move |time| time - start).take_while(move |time| *time < span)
     }
 
     fn draw(&self, svg: &mut String, top: f64, scale: Scale) {

@@ -66,10 +66,11 @@ impl Variant {
             return Ok(self);
         }
         let name = self.changed_policy(policy)?;
-        let old_window = self.policies.get(&name).map(|policy| policy.quota().window());
+        let window = |quota: &Quota| (quota.window(), quota.calendar().cloned());
+        let old_window = self.policies.get(&name).map(|policy| window(policy.quota()));
         let vary = |quota: &Quota, is_override: bool| {
             // A key with its own limit or window keeps it.
-            let own_window = is_override && Some(quota.window()) != old_window;
+            let own_window = is_override && Some(window(quota)) != old_window;
             let changes = QuotaChanges {
                 algorithm: changes.algorithm,
                 limit: changes.limit.filter(|_| !is_override),
@@ -105,7 +106,11 @@ fn changed_quota(quota: &Quota, changes: QuotaChanges) -> anyhow::Result<Quota> 
     let has_burst = matches!(algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket);
     // A burst that was not set follows the limit.
     let own_burst = Some(quota.burst()).filter(|burst| *burst != quota.limit() && has_burst);
-    let mut new = Quota::new(algorithm, limit, window)?;
+    let calendar = quota.calendar().filter(|_| changes.window.is_none());
+    let mut new = match calendar.filter(|_| algorithm == quota.algorithm()) {
+        Some(calendar) => Quota::new_in_calendar(algorithm, limit, calendar.clone())?,
+        None => Quota::new(algorithm, limit, window)?,
+    };
     if let Some(burst) = changes.burst.or(own_burst) {
         new = new.with_burst(burst)?;
     }

@@ -1,12 +1,13 @@
 -- Fast path of fixed_window.lua. decide.lua includes it, and says what a fast path does.
 -- inputs
--- luacheck: read globals cost expiry_shift from is_single keys limit now pack server_time spends
--- luacheck: read globals times to total try unpack_struct window
+-- luacheck: read globals cost expiry_shift from is_single keys limit now option pack server_time
+-- luacheck: read globals spends times to total try unpack_struct window
 -- outputs
 -- luacheck: globals replied reply slow
 
 -- The windows of this run start here, unless the clock has stepped back.
 local begins, expires = now - now % window, nil
+include('calendar.fast.lua')
 for i = from, to do
   local key = keys[i]
   local text = try('GET', key)
@@ -22,8 +23,8 @@ for i = from, to do
       slow = i
       break
     end
+    if stored_window ~= window then slow = i break end
     if stored_start + window > now then
-      if stored_window ~= window then slow = i break end
       units, start, is_new = stored_units, stored_start, false
     end
   end

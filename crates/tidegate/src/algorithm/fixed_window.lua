@@ -5,7 +5,8 @@
 -- the window. It expires when the window ends. The start is stored because an expiry has only
 -- milliseconds, and because a window starts at the step if the clock steps back; the window is
 -- stored because a write keeps the expiry unless it was changed. A further request overwrites the
--- count in place (SETRANGE), which costs two thirds of a SET.
+-- count in place (SETRANGE), which costs two thirds of a SET. The window of a calendar quota is a
+-- period, which starts at `option`; a count stays in force until the end of its own.
 --   GET rate_limit:{user123}:per-user
 --   ->   "w", 7, 1700000000000000, 60000000
 --
@@ -17,16 +18,20 @@
 
 algorithms[5] = {
   load = function(key, quota)
-    local state = {start = now - now % quota.window, count = 0}
+    local is_calendar = quota.option > 0
+    local start = is_calendar and quota.option or now - now % quota.window
+    local state = {start = start, count = 0, window = quota.window}
     local value = read('GET', key)
     state.is_foreign = value ~= false
     if value and #value == 25 then
       local tag, count, start, window = unpack_struct('<Bddd', value)
-      if tag == 119 and is_count(count) and is_time(start) then
+      if tag == 119 and is_count(count) and is_time(start)
+        and (is_time(window) or not is_calendar) then
         state.is_stale, state.is_foreign = window ~= quota.window, false
-        if start + quota.window > now then
+        if not is_calendar then window = quota.window end
+        if start + window > now then
           state.stepped_back = start > now and start
-          state.start, state.count = math.min(start, now), count
+          state.start, state.count, state.window = math.min(start, now), count, window
         end
       end
     end
@@ -45,21 +50,21 @@ algorithms[5] = {
     return state.count > quota.limit
   end,
 
-  retry_after = function(state, quota)
-    return state.start + quota.window - now
+  retry_after = function(state)
+    return state.start + state.window - now
   end,
 
-  reset_after = function(state, quota, extra)
-    return state.count + extra == 0 and 0 or state.start + quota.window - now
+  reset_after = function(state, _, extra)
+    return state.count + extra == 0 and 0 or state.start + state.window - now
   end,
 
-  counts_until = function(state, quota)
-    return state.start + quota.window
+  counts_until = function(state)
+    return state.start + state.window
   end,
 
   -- The time until the window ends.
-  snapshot = function(state, quota)
-    return state.start + quota.window - now
+  snapshot = function(state)
+    return state.start + state.window - now
   end,
 
   spend = function(state, quota, cost)
@@ -75,8 +80,8 @@ algorithms[5] = {
     return state.count == 0
   end,
 
-  save = function(key, state, quota)
-    call('SET', key, pack('<Bddd', 119, state.count, state.start, quota.window),
-      'PXAT', expiry(state.start + quota.window))
+  save = function(key, state)
+    call('SET', key, pack('<Bddd', 119, state.count, state.start, state.window),
+      'PXAT', expiry(state.start + state.window))
   end,
 }

@@ -27,6 +27,8 @@ pub(crate) struct Parameters {
     lifetime: Lifetime,
     overdraft_lifetime: Lifetime,
     window_with_lifetime: u64,
+    /// Start of the window of a calendar, which is not aligned to the epoch.
+    period_start: Option<u64>,
 }
 
 /// Bits behind the point of the factor of [`Parameters::used_sevenths`].
@@ -58,7 +60,15 @@ impl Parameters {
             lifetime,
             overdraft_lifetime: Lifetime::from_millis(millis.saturating_mul(10)),
             window_with_lifetime: window << Lifetime::NUMBER_BITS | lifetime.number,
+            period_start: None,
         }
+    }
+
+    /// Returns the numbers of a fixed window that is this period of a calendar.
+    pub(crate) fn in_period(&self, start: u64, end: u64) -> Self {
+        let window = end.saturating_sub(start).max(1);
+        let parameters = Self::new(self.algorithm, self.limit, window, self.burst);
+        Self { period_start: Some(start), ..parameters.without_fast_path() }
     }
 
     pub(crate) fn with_count_denied(self, count_denied: bool) -> Self {
@@ -88,6 +98,12 @@ impl Parameters {
     #[inline]
     pub(crate) fn window(&self) -> u64 {
         self.window
+    }
+
+    /// Returns the start of the window of a calendar.
+    #[inline]
+    pub(crate) fn period_start(&self) -> Option<u64> {
+        self.period_start
     }
 
     #[inline]
@@ -182,6 +198,11 @@ pub(crate) struct Lifetime {
 impl Lifetime {
     pub(crate) const POWER_BITS: u32 = 5;
     pub(crate) const NUMBER_BITS: u32 = 19;
+
+    /// Returns the lifetime of a window in microseconds.
+    pub(crate) fn of(window: u64) -> Self {
+        Self::from_millis(window.div_ceil(1_000))
+    }
 
     fn from_millis(millis: u64) -> Self {
         let bits = u64::BITS - millis.leading_zeros();

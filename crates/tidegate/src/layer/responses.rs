@@ -132,9 +132,12 @@ impl<'a> Denial<'a> {
                 "policy {name:?} allows {limit} in flight: try again when one has ended"
             );
         }
-        let (limit, window, wait) =
-            (quota.limit(), seconds(quota.window()), seconds(self.retry_after()).max(1));
-        format!("policy {name:?} allows {limit} in {window} s: try again in {wait} s")
+        let (limit, wait) = (quota.limit(), seconds(self.retry_after()).max(1));
+        let window = match quota.calendar() {
+            Some(calendar) => format!("this {}", calendar.unit()),
+            None => format!("{} s", seconds(quota.window())),
+        };
+        format!("policy {name:?} allows {limit} in {window}: try again in {wait} s")
     }
 }
 

@@ -71,6 +71,6 @@ impl Policy {
 
     /// Returns whether a key may be counted by several quotas, which change its limit.
     pub(super) fn has_several_quotas(&self) -> bool {
-        self.limits().is_some() || self.lanes.is_some()
+        self.quotas.by_value().is_some() || self.lanes.is_some()
     }
 }

@@ -393,7 +393,7 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         Ok(match query.target {
             QueryTarget::Policy { policy, key } => {
                 let policy = self.policy(policy)?;
-                if policy.limits().is_some() {
+                if policy.quotas.by_value().is_some() {
                     self.observer.other_limit(policy);
                 }
                 let cost = cost.unwrap_or_else(|| policy.default_cost());

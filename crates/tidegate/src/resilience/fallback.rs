@@ -439,7 +439,8 @@ impl<S: SharedStore> FallbackCore<S> {
     }
 
     fn share(&self, charge: &Charge<'_>) -> Option<Quota> {
-        self.fleet.share(charge.quota(), charge.policy(), charge.key())
+        let share = self.fleet.share(charge.quota(), charge.policy(), charge.key())?;
+        Some(share.for_rest_of_period(|| self.local.clock().now()))
     }
 
     /// Charges units that the store admitted to the local share as well, if the key has a local

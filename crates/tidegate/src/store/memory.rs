@@ -228,9 +228,9 @@ impl MemoryStore {
             return;
         }
         let now = self.clock.now();
-        let action = Action::ChargeUpTo;
+        let (action, quota) = (Action::ChargeUpTo, &*charge.quota().parameters_at(now));
         let context =
-            ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
+            ChargeContext { store: self, action, charge, quota, fingerprint, now, all_fit: true };
         // Without room for a longer log, the units are not counted.
         let _ = context.apply(&mut table, &mut Reservation::new(self));
         table.sweep(now, &self.capacity);
@@ -355,8 +355,10 @@ impl MemoryStore {
         let mut reservation = Reservation::new(self);
         loop {
             let now = self.clock.now();
+            let quota = &*charge.quota().parameters_at(now);
+            let all_fit = true;
             let context =
-                ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
+                ChargeContext { store: self, action, charge, quota, fingerprint, now, all_fit };
             let lack = match context.apply_as::<C>(&mut table, &mut reservation) {
                 Ok(decision) => {
                     table.sweep(now, &self.capacity);

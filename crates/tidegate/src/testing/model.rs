@@ -50,6 +50,8 @@ struct EventLog {
     /// For `fixed-window` and `sliding-counter`: start of the window at the last write. Events of
     /// these algorithms have the start of their window as their time.
     window_start: u64,
+    /// For `fixed-window`: end of that window, which a calendar keeps.
+    window_end: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -295,6 +297,9 @@ impl EventLog {
             u128::try_from(units).expect("refunds never exceed charges")
         };
         match quota.algorithm() {
+            Algorithm::FixedWindow if quota.calendar().is_some() => {
+                sum(&|_| self.window_end > time)
+            }
             Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::Concurrency => {
                 sum(&|event| event.time + window > time)
             }
@@ -396,6 +401,7 @@ impl EventLog {
                 let ahead = self.window_start - now;
                 log.events.iter_mut().for_each(|event| event.time -= ahead);
                 log.window_start = now;
+                log.window_end = log.window_end.saturating_sub(ahead);
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 let ahead = self.last_write - now;
@@ -452,11 +458,21 @@ impl EventLog {
         let window = quota.window_micros();
         match quota.algorithm() {
             Algorithm::SlidingLog => self.events.retain(|event| event.time + window > now),
+            Algorithm::FixedWindow if quota.calendar().is_some() => {
+                let end = self.window_end;
+                self.events.retain(|_| end > now);
+                if self.events.is_empty()
+                    && let Some(calendar) = quota.calendar()
+                {
+                    (self.window_start, self.window_end) = calendar.span_at(now);
+                }
+            }
             Algorithm::FixedWindow => {
                 self.events.retain(|event| event.time + window > now);
                 if self.events.is_empty() {
                     self.window_start = now / window * window;
                 }
+                self.window_end = self.window_start + window;
             }
             Algorithm::SlidingCounter => {
                 let start = self.window_start;

@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding};
+use crate::calendar::{Calendar, CalendarUnit};
 use crate::charge::Charge;
 use crate::hold::{Hold, HoldTerms, OnExpire};
 use crate::quota::Quota;
@@ -73,6 +74,36 @@ impl Sequence {
             sequence.steps.push(step);
         }
         sequence.with_rare_actions(seed)
+    }
+
+    /// Gives the quotas of every fifth seed, and of every second sequence of holds, the periods of
+    /// calendars as windows.
+    pub(super) fn with_calendars(mut self, seed: u64) -> Self {
+        let random = &mut Random(seed.rotate_left(16));
+        if !seed.is_multiple_of(if self.holds.is_empty() { 5 } else { 2 }) {
+            return self;
+        }
+        let can_change = |quota: &Quota| !quota.is_concurrency() && quota.limit() == quota.burst();
+        let policies = self.policies.iter_mut().map(|(_, quotas)| quotas);
+        let policies = policies.filter(|quotas| quotas.iter().all(can_change));
+        for quota in policies.flatten() {
+            if quota.algorithm() == Algorithm::FixedWindow && random.one_in(4) {
+                continue;
+            }
+            let unit = random.pick(&CalendarUnit::ALL);
+            let zone = random.pick(&["UTC", "Europe/Berlin", "America/St_Johns", "Pacific/Apia"]);
+            let calendar = Calendar::new(unit, zone).expect("a zone");
+            let anchors = Calendar::anchors(unit);
+            let calendar = match anchors.get(random.index(anchors.len())) {
+                Some(anchor) => calendar.with_anchor(anchor).expect("an anchor of this unit"),
+                None => calendar,
+            };
+            let in_calendar = Quota::calendar_window(quota.limit(), calendar).expect("valid");
+            *quota = in_calendar.with_holds(*quota.holds());
+        }
+        let time = Duration::from_micros(random.below(800 * 86_400_000_000));
+        self.steps.insert(0, Step::Advance(Advance::By(time)));
+        self
     }
 
     /// Gives the policies of every fourth seed blocks, of one length or several.
@@ -274,8 +305,9 @@ impl Sequence {
 
     /// Returns charges for the counts whose policy has several windows, one for each quota.
     pub(super) fn charges_of_changed_windows(&self) -> impl Iterator<Item = Charge<'_>> {
+        let window = |quota: &Quota| (quota.window(), quota.calendar().is_some());
         let changes =
-            |quotas: &[Quota]| quotas.iter().any(|quota| quota.window() != quotas[0].window());
+            move |quotas: &[Quota]| quotas.iter().any(|quota| window(quota) != window(&quotas[0]));
         let policies = self.policies.iter().filter(move |(_, quotas)| changes(quotas));
         policies.flat_map(|(name, quotas)| {
             KEYS.into_iter().flat_map(move |key| {

@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use tidegate::resilience::fallback::Stats;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
-    Action, Algorithm, Breaker, Charge, Clock as _, Decision, Fallback, Fleet, Limiter,
-    ManualClock, MemoryStore, OnStoreFailure, Policies, Policy, PolicyLimiter, Query, Quota,
-    Source, Store, StoreError,
+    Action, Algorithm, Breaker, Calendar, CalendarUnit, Charge, Clock as _, Decision, Fallback,
+    Fleet, Limiter, ManualClock, MemoryStore, OnStoreFailure, Policies, Policy, PolicyLimiter,
+    Query, Quota, Source, Store, StoreError,
 };
 use tokio::time::{Instant, sleep};
 
@@ -89,6 +89,31 @@ async fn each_charge_is_decided_by_its_failure_policy() {
         dropped_debit_units: 0,
     };
     assert_eq!(stats, expected);
+}
+
+#[tokio::test]
+async fn an_outage_adds_the_part_of_a_calendar_that_is_left() {
+    let calendar = Calendar::new(CalendarUnit::Day, "UTC").expect("a zone");
+    let quota = Quota::calendar_window(240, calendar.clone()).expect("valid");
+    let clock = ManualClock::new();
+    let (_, midnight) = calendar.period_at(clock.now());
+    clock.set(midnight);
+    clock.advance(Duration::from_secs(18 * 3_600));
+    let store = Flaky::new();
+    store.set_fault(down());
+    let mut admitted = 0;
+    // A quarter of the limit, by four instances.
+    for fleet in fleet_of(4) {
+        let limiter = Limiter::new(fallback_on(&clock, &store, fleet));
+        let charge = Charge::new("u", &quota);
+        while limiter.acquire(&charge).await.expect("decided").allowed {
+            admitted += 1;
+        }
+        let denied = limiter.acquire(&charge).await.expect("decided");
+        assert_eq!(denied.source, Source::Local);
+        assert_eq!(denied.retry_after, Duration::from_secs(6 * 3_600));
+    }
+    assert_eq!(admitted, 60);
 }
 
 #[tokio::test]

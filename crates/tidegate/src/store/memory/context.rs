@@ -19,6 +19,8 @@ pub(super) struct ChargeContext<'a> {
     pub(super) store: &'a MemoryStore,
     pub(super) action: Action,
     pub(super) charge: &'a Charge<'a>,
+    /// Numbers of its quota at this time.
+    pub(super) quota: &'a Parameters,
     pub(super) fingerprint: Fingerprint,
     pub(super) now: u64,
     /// Whether all charges of an all-or-nothing group fit.
@@ -43,7 +45,7 @@ pub(super) struct Fit {
 
 impl<'a> ChargeContext<'a> {
     fn quota(&self) -> &'a Parameters {
-        self.charge.quota().parameters()
+        self.quota
     }
 
     fn operation(&self) -> Operation<'a> {

@@ -38,14 +38,6 @@ impl MemoryStore {
         loop {
             let mut locked = self.lock_all(&fingerprints);
             let now = self.clock.now();
-            let context = |charge, fingerprint: Fingerprint, all_fit| ChargeContext {
-                store: self,
-                action,
-                charge,
-                fingerprint,
-                now,
-                all_fit,
-            };
             let is_all_or_nothing = matches!(action, Action::Acquire | Action::Peek);
             let (mut all_fit, mut new_keys, mut new_blocks) = (true, 0, 0);
             // Entries that logs have to grow by: if all charges fit, and because denials count.
@@ -54,7 +46,10 @@ impl MemoryStore {
             let mut needs_room: Option<Fingerprint> = None;
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
-                let charge_context = context(charge, fingerprint, true);
+                let quota = &*charge.quota().parameters_at(now);
+                let (store, all) = (self, true);
+                let charge_context =
+                    ChargeContext { store, action, charge, quota, fingerprint, now, all_fit: all };
                 let (fit, is_repeated) = if EXTENDED {
                     charge_context.fit_with_hold(table, &mut reservation)?
                 } else {
@@ -108,7 +103,9 @@ impl MemoryStore {
             let mut decisions = Vec::with_capacity(charges.len());
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
-                let context = context(charge, fingerprint, all_fit);
+                let (store, quota) = (self, &*charge.quota().parameters_at(now));
+                let context =
+                    ChargeContext { store, action, charge, quota, fingerprint, now, all_fit };
                 let decided = if EXTENDED {
                     context.apply_with_hold(table, &mut reservation, starts_blocks)
                 } else {

@@ -8,8 +8,9 @@
 //! | 2 | parts, 45 | number of the lifetime, 19 |
 //!
 //! No `Quota` needs more: the maximum is 10^12 units and a window of 366 days in microseconds. The
-//! units of a bucket are its level in W-ths of a unit, and its parts are the window W. A *wide*
-//! bucket, whose level would not fit 64 bits, has the whole units, a tag of the window, and the fraction.
+//! units of a bucket are its level in W-ths of a unit, and its parts are the window W, as are those
+//! of a fixed window. A *wide* bucket, whose level would not fit 64 bits, has the whole units, a tag
+//! of the window, and the fraction.
 //!
 //! The [lifetime](Lifetime) is rounded up; the sweep uses it to find expired entries. The
 //! [usage](Usage) decides which entries a full store evicts.
@@ -188,7 +189,7 @@ impl StoredCounter for FixedWindow {
 
     #[inline]
     fn unpack(state: PackedState, _quota: &Parameters, _logs: &mut Logs) -> Self {
-        Self { start: state.time(), count: state.units() }
+        Self { start: state.time(), count: state.units(), window: state.parts() }
     }
 
     #[inline]
@@ -199,7 +200,11 @@ impl StoredCounter for FixedWindow {
         _before: Option<PackedState>,
         _logs: &mut Logs,
     ) -> PackedState {
-        PackedState::new(Self::KIND, self.start, self.count, 0, quota.lifetime()).with_usage(usage)
+        // A count outlives a calendar that was changed to shorter periods.
+        let is_current = self.window == quota.window();
+        let lifetime = if is_current { quota.lifetime() } else { Lifetime::of(self.window) };
+        PackedState::new(Self::KIND, self.start, self.count, self.window, lifetime)
+            .with_usage(usage)
     }
 
     #[inline]

@@ -1,5 +1,5 @@
-//! [`Script`]: decide.lua with the files that it includes, with holds and without, heartbeat.lua and
-//! invalidation.lua, each with the server's clock and with an estimated one.
+//! [`Script`]: decide.lua with the files that it includes, with holds and calendars and without,
+//! heartbeat.lua and invalidation.lua, each with the server's clock and with an estimated one.
 
 use std::sync::LazyLock;
 
@@ -37,6 +37,13 @@ pub(super) enum KeyMode {
     /// Redis 7 or Valkey they may be in any slots of the same node. An item with a key of another
     /// node fails alone.
     CrossSlot,
+}
+
+/// Parts of decide.lua that only some calls need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Parts {
+    pub(super) holds: bool,
+    pub(super) calendars: bool,
 }
 
 /// Clock of decisions on Redis: [`Builder::clock`](super::Builder::clock) chooses it, and
@@ -82,6 +89,11 @@ const HOLDS: [(&str, &str); 6] = [
     ("hold.lua", include_str!("../../algorithm/hold.lua")),
     ("concurrency.lua", include_str!("../../algorithm/concurrency.lua")),
 ];
+/// Files of calendar quotas, which calls without them do not have, either.
+const CALENDARS: [(&str, &str); 2] = [
+    ("calendar.lua", include_str!("../../algorithm/calendar.lua")),
+    ("calendar.fast.lua", include_str!("../../algorithm/calendar.fast.lua")),
+];
 const CLOCK: (&str, &str) = ("clock.lua", include_str!("script/clock.lua"));
 const ESTIMATED_CLOCK: &str = include_str!("script/clock.estimated.lua");
 const ESTIMATED_EXPIRY: &str = include_str!("script/expiry.estimated.lua");
@@ -91,15 +103,17 @@ const TIME_ARGUMENT: &str = "{string.match(ARGV[#ARGV], '^(%d+) (%d+)$')}";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 /// Number of scripts.
-pub(super) const SCRIPT_COUNT: usize = 12;
-/// decide.lua in both modes, the same with holds, heartbeat.lua, invalidation.lua; then all of them
-/// with an estimated clock.
+pub(super) const SCRIPT_COUNT: usize = 20;
+/// decide.lua in both modes, with each set of parts, then heartbeat.lua and invalidation.lua; then all
+/// of them with an estimated clock.
 static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
-    let [decide, holds] = [assembled(false), assembled(true)];
-    let [cross_slot, cross_slot_holds] =
-        [&decide, &holds].map(|text| format!("{CROSS_SLOT}{text}"));
-    let [heartbeat, invalidation] = [HEARTBEAT, INVALIDATION].map(str::to_owned);
-    let texts = [decide, cross_slot, holds, cross_slot_holds, heartbeat, invalidation];
+    let mut texts = Vec::with_capacity(SCRIPT_COUNT / 2);
+    for (calendars, holds) in [(false, false), (false, true), (true, false), (true, true)] {
+        let text = assembled(Parts { holds, calendars });
+        let cross_slot = format!("{CROSS_SLOT}{text}");
+        texts.extend([text, cross_slot]);
+    }
+    texts.extend([HEARTBEAT, INVALIDATION].map(str::to_owned));
     std::array::from_fn(|index| {
         let text = &texts[index % texts.len()];
         let text = if index < texts.len() {
@@ -118,9 +132,10 @@ static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
 });
 
 impl Script {
-    /// Returns decide.lua, for a call with holds or without.
-    pub(super) fn decide(mode: KeyMode, has_holds: bool) -> &'static Self {
-        &SCRIPTS[mode as usize + 2 * usize::from(has_holds)]
+    /// Returns decide.lua with these parts.
+    pub(super) fn decide(mode: KeyMode, parts: Parts) -> &'static Self {
+        let parts = usize::from(parts.holds) + 2 * usize::from(parts.calendars);
+        &SCRIPTS[mode as usize + 2 * parts]
     }
 
     /// Returns the variant of this script for a clock.
@@ -131,12 +146,12 @@ impl Script {
 
     /// Returns heartbeat.lua.
     pub(super) fn heartbeat() -> &'static Self {
-        &SCRIPTS[4]
+        &SCRIPTS[SCRIPT_COUNT / 2 - 2]
     }
 
     /// Returns invalidation.lua.
     pub(super) fn invalidation() -> &'static Self {
-        &SCRIPTS[5]
+        &SCRIPTS[SCRIPT_COUNT / 2 - 1]
     }
 
     /// Returns its index, below [`SCRIPT_COUNT`].
@@ -156,24 +171,26 @@ impl Script {
 
 /// Returns decide.lua with the files that it includes. A text in a branch that is not taken costs
 /// nothing, but a function would, because Lua creates the functions of a script in each call.
-fn assembled(has_holds: bool) -> String {
+fn assembled(parts: Parts) -> String {
     let include = |text: String, (name, file): &(&str, &str)| {
         text.replace(&format!("include('{name}')\n"), file)
     };
     let text = INCLUDED.iter().fold(DECIDE.to_owned(), include);
-    if has_holds {
-        // The rest of the line of an include runs after the file.
-        let include = |text: String, (name, file): &(&str, &str)| {
-            text.replace(&format!("include('{name}')"), file)
-        };
-        return HOLDS.iter().fold(text, include);
-    }
-    let is_of_holds = |line: &&str| {
-        HOLDS.iter().any(|(name, _)| line.trim_start().starts_with(&format!("include('{name}')")))
-    };
-    text.lines()
-        .filter(|line| !is_of_holds(line))
-        .fold(String::new(), |text, line| text + line + "\n")
+    let holds = HOLDS.iter().map(|file| (file, parts.holds));
+    let calendars = CALENDARS.iter().map(|file| (file, parts.calendars));
+    holds.chain(calendars).fold(text, |text, (&(name, file), is_part)| {
+        let include = format!("include('{name}')");
+        if is_part {
+            // The rest of the line of an include runs after the file.
+            return text.replace(&include, file);
+        }
+        let lines = text.lines().filter(|line| !line.trim_start().starts_with(&include));
+        lines.fold(String::new(), |text, line| {
+            text + line
+                + "
+"
+        })
+    })
 }
 
 #[cfg(test)]
@@ -196,28 +213,25 @@ mod tests {
 
     #[test]
     fn a_script_has_all_parts() {
-        let scripts = [false, true].map(|has_holds| {
-            let text = Script::decide(KeyMode::Declared, has_holds).text();
+        let all = [(false, false), (false, true), (true, false), (true, true)];
+        let scripts = all.map(|(calendars, holds)| {
+            let parts = Parts { holds, calendars };
+            let text = Script::decide(KeyMode::Declared, parts).text();
             assert!(!text.contains("include("), "a file is missing");
             for (name, file) in INCLUDED {
                 let last_line = file.lines().last().expect("a line");
                 assert!(text.contains(last_line), "{name} is not included");
             }
-            let of_holds = HOLDS.iter().filter(|(_, file)| text.contains(file));
-            assert_eq!(of_holds.count(), if has_holds { HOLDS.len() } else { 0 });
-            let cross_slot = Script::decide(KeyMode::CrossSlot, has_holds);
+            for (files, is_part) in [(&HOLDS[..], holds), (&CALENDARS[..], calendars)] {
+                let found = files.iter().filter(|(_, file)| text.contains(file));
+                assert_eq!(found.count(), if is_part { files.len() } else { 0 });
+            }
+            let cross_slot = Script::decide(KeyMode::CrossSlot, parts);
             assert_eq!(cross_slot.text().strip_prefix(CROSS_SLOT), Some(text));
-            [Script::decide(KeyMode::Declared, has_holds), cross_slot]
+            [Script::decide(KeyMode::Declared, parts), cross_slot]
         });
-        let [[decide, cross_slot], [holds, cross_slot_holds]] = scripts;
-        let scripts = [
-            decide,
-            cross_slot,
-            holds,
-            cross_slot_holds,
-            Script::heartbeat(),
-            Script::invalidation(),
-        ];
+        let mut scripts = scripts.concat();
+        scripts.extend([Script::heartbeat(), Script::invalidation()]);
         for (index, script) in scripts.iter().enumerate() {
             assert_eq!(script.index(), index);
         }
@@ -235,7 +249,8 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn()
             .expect("luacheck is installed by `make setup`");
-        let text = Script::decide(KeyMode::Declared, true).text();
+        let parts = Parts { holds: true, calendars: true };
+        let text = Script::decide(KeyMode::Declared, parts).text();
         let is_code = |line: &&str| !line.starts_with("-- luacheck:");
         let code: Vec<&str> = text.lines().filter(is_code).collect();
         let mut input = luacheck.stdin.take().expect("piped");
@@ -247,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_call_is_by_hash_or_with_the_text() {
-        let script = Script::decide(KeyMode::Declared, false);
+        let script = Script::decide(KeyMode::Declared, Parts::default());
         for (with_text, name, first) in
             [(false, "EVALSHA", &script.sha), (true, "EVAL", &script.text)]
         {

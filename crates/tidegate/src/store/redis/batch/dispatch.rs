@@ -196,7 +196,7 @@ impl Dispatcher {
         estimate: Option<Estimate>,
         requests: &EncodedRequests,
     ) -> ServerTimes {
-        let own_now = requests.have_times().then_some(|| self.clock.now().as_micros());
+        let own_now = requests.need_time().then_some(|| self.clock.now().as_micros());
         ServerTimes::new(clock, deadline, estimate, self.driven_time(), own_now)
     }
 
@@ -473,7 +473,7 @@ impl Round<'_> {
             let (script, arguments) = if call.is_release {
                 (None, requests.release(call.items[0].item))
             } else {
-                let script = Script::decide(call.mode, requests.have_holds(&call.items));
+                let script = Script::decide(call.mode, requests.parts(&call.items));
                 let arguments = requests.arguments(&call.items, &times, call.mode);
                 (Some(script.with_clock(call.clock)), arguments)
             };

@@ -94,6 +94,11 @@ impl ServerTimes {
         Self { own_now: own_now(), server_now, ..times }
     }
 
+    /// Returns the time of the server, or of the store's own clock before its first reply.
+    pub(crate) fn server_micros(&self) -> u64 {
+        self.driven.or(self.server_now).unwrap_or(self.own_now)
+    }
+
     /// Converts the time of a charge to the server's clock, rounded down; 0 stays 0 (unknown).
     /// Before the server's first reply the result is negative: the age of the charge.
     pub(crate) fn to_server_time(self, charged_at: u64) -> i64 {

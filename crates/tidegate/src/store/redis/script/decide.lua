@@ -12,7 +12,7 @@
 --                     5 fixed-window, 6 token-bucket, 7 leaky-bucket; 0 for a group, see below
 --          count      number of keys of this run
 --          limit, window (microseconds), option (burst of a bucket; 1 for a log that counts
---                     denied requests; else 0), cost
+--                     denied requests; for a calendar quota see calendar.lua; else 0), cost
 --          times      number of equal acquires of each key; 0 for a peek
 --        The header of kind 1 or 3, which are readable, also has the window as text, such as 60s.
 --        The first header is valid for the call in its first three numbers.
@@ -95,6 +95,7 @@ local removals = 250
 local run, from, to, decide_slow, decide_group = 1, 1, count, nil, nil
 while true do
   include('hold.fast.lua')
+  include('calendar.lua')
   -- `slow`: a key that is left to general.lua. `spends`: not a peek. `total`: units to spend.
   local slow, spends = nil, times > 0
   if not spends then times = 1 end

@@ -105,6 +105,7 @@ local function load_algorithm(kind)
 end
 
 local function new_quota(kind, limit, window, option)
+  if kind < 0 then error(LATER) end
   if not algorithms[kind] then load_algorithm(kind) end
   local algorithm = algorithms[kind]
   local is_log = algorithm.supports_count_denied
@@ -229,7 +230,8 @@ local function answer(...)
 end
 
 -- Decides equal acquires with one read and one write: grants as many as fit. Or decides a peek.
-local function grant(key, quota, cost, times, spends)
+local function grant(key, cost, times, spends, ...)
+  local quota = new_quota(...)
   local algorithm = quota.algorithm
   local state = load(key, quota)
   local remaining = algorithm.remaining(state, quota)
@@ -348,6 +350,7 @@ local function group(header, from, to)
   local charges, all_fit, given = {}, action ~= COUNT_DENIED, now
   for i = 1, count do
     local kind, limit, window, option, cost, since = unpack_struct('<dddddd', header, 33 + 48 * i)
+    include('calendar.lua')
     local quota = new_quota(kind, limit, window, option)
     local algorithm, key = quota.algorithm, keys[from + i - 1]
     local state = load(key, quota)
@@ -441,7 +444,7 @@ local function attempt(from, to, request, ...)
 end
 
 decide_slow = function(at, spends)
-  attempt(at, at, grant, keys[at], new_quota(kind, limit, window, option), cost, times, spends)
+  attempt(at, at, grant, keys[at], cost, times, spends, kind, limit, window, option)
 end
 decide_group = function(header, from, to)
   attempt(from, to, group, header, from, to)

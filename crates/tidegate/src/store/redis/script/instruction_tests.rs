@@ -13,8 +13,9 @@ use redis::{Connection, ConnectionLike};
 
 use super::reply::ItemReply;
 use super::requests::{EncodedRequests, Operation, Request};
-use super::{KeyMode, Script};
+use super::{KeyMode, Parts, Script};
 use crate::algorithm::{Algorithm, Encoding};
+use crate::calendar::{Calendar, CalendarUnit};
 use crate::charge::Charge;
 use crate::hold::Hold;
 use crate::quota::Quota;
@@ -153,7 +154,7 @@ impl Calls {
             let server_times = ServerTimes { driven, ..ServerTimes::default() };
             for requests in &self.requests {
                 let arguments = requests.arguments(&order, &server_times, KeyMode::Declared);
-                let script = Script::decide(KeyMode::Declared, false);
+                let script = Script::decide(KeyMode::Declared, requests.parts(&order));
                 arguments.encode(&script.first_words(false), &mut commands);
             }
         }
@@ -181,10 +182,34 @@ fn quotas(limit: u64) -> Vec<Quota> {
     algorithms.map(quota).chain(packed).collect()
 }
 
+/// Returns the quota of a calendar.
+fn calendars(limit: u64) -> Vec<Quota> {
+    let calendar = Calendar::new(CalendarUnit::Month, "Europe/Berlin").expect("a zone");
+    vec![Quota::calendar_window(limit, calendar).expect("valid")]
+}
+
 /// Returns the instructions per decision by name.
 fn measure() -> BTreeMap<String, u64> {
     let (server, mut connection) = Server::start();
-    load(&mut connection, Script::decide(KeyMode::Declared, false));
+    let mut counts = BTreeMap::new();
+    measure_acquires(&server, &mut connection, &mut counts, quotas, Parts::default());
+    measure_holds(&server, &mut connection, &mut counts);
+    // Last, so that the garbage of its script is in no other count.
+    let parts = Parts { calendars: true, ..Parts::default() };
+    measure_acquires(&server, &mut connection, &mut counts, calendars, parts);
+    counts
+}
+
+/// Adds the instructions of acquires without holds.
+fn measure_acquires(
+    server: &Server,
+    connection: &mut Connection,
+    counts: &mut BTreeMap<String, u64>,
+    quotas: fn(u64) -> Vec<Quota>,
+    parts: Parts,
+) {
+    load(connection, Script::decide(KeyMode::Declared, parts));
+    let first = if parts.calendars { 1_000_000 } else { 0 };
     let mut cases = Vec::new();
     for (result, limit) in RESULTS {
         // A small bucket sets its expiry more often.
@@ -192,22 +217,20 @@ fn measure() -> BTreeMap<String, u64> {
             |quota: &Quota| result != "allowed-few" || quota.algorithm() == Algorithm::TokenBucket;
         for quota in quotas(limit).into_iter().filter(is_measured) {
             for (keys, calls) in SHAPES {
-                let sent = Calls::new(&quota, 1_000 * cases.len(), keys, calls);
-                sent.send(&mut connection, 0..SETUP, true);
+                let sent = Calls::new(&quota, first + 1_000 * cases.len(), keys, calls);
+                sent.send(connection, 0..SETUP, true);
                 let name = quota.default_policy_name().trim_end_matches("-86400s");
+                let name = if quota.calendar().is_some() { "calendar" } else { name };
                 let name = format!("{name}/{result}/{keys}");
                 cases.push((name, keys * calls * MEASURED, sent, result != "denied"));
             }
         }
     }
     server.instructions();
-    let mut counts = BTreeMap::new();
     for (name, decisions, sent, allowed) in cases {
-        sent.send(&mut connection, SETUP..SETUP + MEASURED, allowed);
+        sent.send(connection, SETUP..SETUP + MEASURED, allowed);
         counts.insert(name, server.instructions() / decisions as u64);
     }
-    measure_holds(&server, &mut connection, &mut counts);
-    counts
 }
 
 /// The script that people write for a semaphore, by the client's clock.
@@ -258,7 +281,7 @@ fn send_holds(
             continue;
         }
         let arguments = requests.arguments(&order, &server_times, KeyMode::Declared);
-        let script = Script::decide(KeyMode::Declared, requests.have_holds(&order));
+        let script = Script::decide(KeyMode::Declared, requests.parts(&order));
         arguments.encode(&script.first_words(false), &mut commands);
     }
     let count = if action == Action::Release { keys * calls } else { calls };
@@ -284,7 +307,7 @@ fn load(connection: &mut Connection, script: &Script) {
 
 /// Adds the instructions of holds, and of a naive semaphore.
 fn measure_holds(server: &Server, connection: &mut Connection, counts: &mut BTreeMap<String, u64>) {
-    load(connection, Script::decide(KeyMode::Declared, true));
+    load(connection, Script::decide(KeyMode::Declared, Parts { holds: true, calendars: false }));
     let mut cases: Vec<(String, Quota)> = Vec::new();
     for quota in quotas(100) {
         let name = quota.default_policy_name().trim_end_matches("-86400s").to_owned();

@@ -5,7 +5,7 @@
 //! add(request, slot, write_key) -> item
 //! order(items, repeats) -> [OrderedItem]          the order of the call
 //! arguments(order, server_times, mode) -> Command mode: KeyMode::{Declared, CrossSlot}
-//! Script::decide(mode, have_holds(order))         the script that they are for
+//! Script::decide(mode, parts(order))              the script that they are for
 //! read(order, reply) -> CallReply                 one reply per item, in the same order
 //! ```
 //!
@@ -13,10 +13,12 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::KeyMode;
 use super::reply::{CallReply, ItemReply, ReplyReader, unexpected};
+use super::{KeyMode, Parts};
 use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
+use crate::calendar::Calendar;
 use crate::charge::Charge;
 use crate::clock::micros;
 use crate::hold::{Hold, HoldState, HoldStatus};
@@ -55,6 +57,7 @@ pub(crate) struct EncodedRequests {
     holds: Vec<EncodedHold>,
     quotas: Vec<EncodedQuota>,
     items: Vec<Item>,
+    has_calendars: bool,
     /// Expected time in Redis, in units of the time for a small count.
     weight: usize,
     /// Whether two items may have a key in common, so that their order matters.
@@ -138,19 +141,22 @@ struct EncodedHold {
 }
 
 /// Quota in the form that the script expects.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 struct EncodedQuota {
     algorithm: Algorithm,
     kind: CountKind,
     limit: u64,
     window: u64,
     option: u64,
+    calendar: Option<Arc<Calendar>>,
 }
 
 /// Text between the key of a count and the id of a hold, in the key of its record.
 const RECORD_MARK: &str = ":h:";
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
+/// Bits of the length of a period in seconds, in the window of a calendar quota.
+const LENGTH_BITS: u32 = 25;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
 const NO_DEADLINE: i64 = 1 << 53;
 /// Number of bytes of a word without its text, and of a header, at most.
@@ -271,6 +277,7 @@ fn has_usual_hold(action: Action, charge: &Charge<'_>) -> bool {
     action == Action::Acquire
         && cost > 0
         && !(quota.count_denied() || quota.has_blocks() || quota.releases_holds())
+        && quota.calendar().is_none()
 }
 
 impl Item {
@@ -324,7 +331,17 @@ impl EncodedQuota {
             Algorithm::SlidingCounter | Algorithm::FixedWindow => 0,
         };
         let (limit, window) = (quota.limit(), quota.window_micros());
-        Self { algorithm, kind: CountKind::of(quota), limit, window, option }
+        let calendar = quota.shared_calendar().cloned();
+        Self { algorithm, kind: CountKind::of(quota), limit, window, option, calendar }
+    }
+
+    /// Returns the window and the option. Those of a calendar are two periods around the time, of
+    /// which the script picks one: see calendar.lua.
+    fn window_and_option(&self, times: &ServerTimes) -> [u64; 2] {
+        let Some(calendar) = &self.calendar else { return [self.window, self.option] };
+        let [start, boundary, end] = calendar.boundaries_around(times.server_micros());
+        let [first, second] = [boundary - start, end - boundary].map(|micros| micros / 1_000_000);
+        [first + (second << LENGTH_BITS), start.max(1)]
     }
 }
 
@@ -465,6 +482,7 @@ impl EncodedRequests {
         let mut recent = self.quotas.iter().enumerate().rev().take(MAX_QUOTA_SCAN);
         let existing = recent.find(|(_, recent)| **recent == quota).map(|(index, _)| index);
         existing.unwrap_or_else(|| {
+            self.has_calendars |= quota.calendar.is_some();
             self.quotas.push(quota);
             self.quotas.len() - 1
         })
@@ -474,9 +492,9 @@ impl EncodedRequests {
         &self.items
     }
 
-    /// Returns whether a charge has the time of an earlier one, to refund it.
-    pub(crate) fn have_times(&self) -> bool {
-        self.charges.iter().any(|charge| charge.charged_at != 0)
+    /// Returns whether a charge has the time of an earlier one, to refund it, or a calendar.
+    pub(crate) fn need_time(&self) -> bool {
+        self.has_calendars || self.charges.iter().any(|charge| charge.charged_at != 0)
     }
 
     /// Returns the expected time in Redis, in units of the time for a small count.
@@ -561,9 +579,10 @@ impl EncodedRequests {
         order
     }
 
-    /// Returns whether any of these items depends on holds.
-    pub(crate) fn have_holds(&self, order: &[OrderedItem]) -> bool {
-        order.iter().any(|ordered| !self.items[ordered.item].holds.is_empty())
+    /// Returns the parts of the script that these items need.
+    pub(crate) fn parts(&self, order: &[OrderedItem]) -> Parts {
+        let holds = order.iter().any(|ordered| !self.items[ordered.item].holds.is_empty());
+        Parts { holds, calendars: self.has_calendars }
     }
 
     /// Encodes the arguments of the call of these items.
@@ -597,7 +616,8 @@ impl EncodedRequests {
                     let quota = &self.quotas[quota];
                     push(i64::from(quota.kind.number()));
                     push(signed(run.len() as u64));
-                    for number in [quota.limit, quota.window, quota.option, cost, times] {
+                    let [window, option] = quota.window_and_option(server_times);
+                    for number in [quota.limit, window, option, cost, times] {
                         push(signed(number));
                     }
                     if matches!(quota.kind, CountKind::SlidingLog | CountKind::SlidingCounter) {
@@ -638,7 +658,8 @@ impl EncodedRequests {
         for charge in charges {
             let quota = &self.quotas[charge.quota];
             push(i64::from(quota.kind.number()));
-            for number in [quota.limit, quota.window, quota.option, charge.cost] {
+            let [window, option] = quota.window_and_option(server_times);
+            for number in [quota.limit, window, option, charge.cost] {
                 push(signed(number));
             }
             push(server_times.to_server_time(charge.charged_at));
