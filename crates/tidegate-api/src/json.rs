@@ -418,7 +418,8 @@ pub enum Encodings {
 }
 
 /// Origin of a decision: the store, a cached denial of the store, this instance while the store is
-/// unavailable, the policy's failure mode, or a policy whose key the request lacks.
+/// unavailable, the policy's failure mode, a policy whose key the request lacks, or an override
+/// that blocks the key.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 pub enum Sources {
@@ -428,6 +429,7 @@ pub enum Sources {
     Allow,
     Deny,
     MissingKey,
+    Override,
 }
 
 /// Decisions on a request, the most restrictive one at the top level.

@@ -4,7 +4,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use tidegate_tools::cli::{acquire, bench, config, doctor, health, hold, plan, simulate, top};
+use tidegate_tools::cli::{
+    acquire, bench, config, doctor, health, hold, overrides, plan, simulate, top,
+};
 use tidegate_tools::tool::style;
 
 mod gateway;
@@ -32,6 +34,7 @@ enum AnyCommand {
     Doctor(doctor::DoctorCommand),
     Plan(plan::PlanCommand),
     Top(top::TopCommand),
+    Override(overrides::OverrideCommand),
     Health(health::HealthCommand),
     Completions(generate::CompletionsCommand),
     Man(generate::ManCommand),
@@ -51,6 +54,7 @@ impl CommandLine {
             AnyCommand::Doctor(doctor) => doctor.run(),
             AnyCommand::Plan(plan) => plan.run(),
             AnyCommand::Top(top) => top.run(),
+            AnyCommand::Override(overrides) => overrides.run(),
             AnyCommand::Health(health) => health.run(),
             AnyCommand::Completions(completions) => completions.run(),
             AnyCommand::Man(man) => man.run(),

@@ -56,6 +56,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ("forward_auth_parts", &["metrics"]),
             ("hot_keys", &["metrics"]),
             ("observer", &["backend", "hot_keys", "logs", "metrics"]),
+            ("overrides", &["backend", "metrics", "observer"]),
             (
                 "state",
                 &[
@@ -66,12 +67,16 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
                     "logs",
                     "metrics",
                     "observer",
+                    "overrides",
                 ],
             ),
             ("api", &["auth", "logs", "observer", "state"]),
             ("envoy", &["auth", "logs", "metrics", "state"]),
-            ("resp", &["api", "auth", "logs", "metrics", "observer", "state"]),
-            ("admin", &["api", "auth", "backend", "hot_keys", "logs", "metrics", "state"]),
+            ("resp", &["api", "auth", "logs", "metrics", "observer", "overrides", "state"]),
+            (
+                "admin",
+                &["api", "auth", "backend", "hot_keys", "logs", "metrics", "overrides", "state"],
+            ),
             ("reload", &["logs", "state"]),
             ("serve", &["admin", "api", "envoy", "metrics", "reload", "resp", "state"]),
         ],

@@ -1,4 +1,5 @@
-//! Admin API and dashboard: health, metrics, status, history, policies, hot keys, look-up, reset.
+//! Admin API and dashboard: health, metrics, status, history, policies, hot keys, look-up, reset,
+//! overrides.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -6,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use axum::extract::{Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use axum::{Extension, Router};
 use http::{HeaderName, HeaderValue, header};
 use tidegate::Policy;
@@ -27,6 +28,7 @@ mod hot_keys;
 mod live;
 mod lookup;
 mod openapi;
+mod overrides;
 mod policies;
 mod reset;
 mod sampler;
@@ -89,6 +91,8 @@ pub(crate) fn router(admin: Admin) -> Router {
         .route("/v1/hot-keys", get(hot_keys::handle))
         .route("/v1/lookup", get(lookup::handle))
         .route("/v1/reset", post(reset::handle))
+        .route("/v1/overrides", put(overrides::set).get(overrides::list).delete(overrides::remove))
+        .route("/v1/overrides/audit", get(overrides::audit))
         .route_layer(middleware::from_fn_with_state(admin.clone(), authorize))
         .route("/healthz", get(health::healthz))
         .route("/openapi.json", get(openapi::handle))

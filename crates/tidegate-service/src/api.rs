@@ -419,7 +419,7 @@ async fn decide(
     let answer = |decisions: &PolicyDecisions<'_>| {
         let explain = || {
             let attributes = body.attributes.as_ref().map(|AttributesBody(it)| it);
-            let policies = attributes.map(|it| active.policies().explain(it));
+            let policies = attributes.map(|it| active.limiter.explain(it));
             let shown = |policy: &str, key: &str| active.shown_key(policy, key.to_owned());
             json::explained_body(decisions, shown, policies.as_deref())
         };

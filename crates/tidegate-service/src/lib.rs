@@ -21,6 +21,7 @@ mod hot_keys;
 pub mod logs;
 pub mod metrics;
 mod observer;
+mod overrides;
 pub mod reload;
 mod resp;
 pub mod serve;

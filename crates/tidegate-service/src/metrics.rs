@@ -90,13 +90,14 @@ const HOLD: usize = FALLBACK + FALLBACKS.len();
 const MAX_NAMES: usize = 2_000;
 /// Maximum number of names that stem from limit overrides in requests.
 const MAX_OVERRIDE_NAMES: usize = 200;
-pub const SOURCES: [Source; 6] = [
+pub const SOURCES: [Source; 7] = [
     Source::Store,
     Source::DenyCache,
     Source::Local,
     Source::Allow,
     Source::Deny,
     Source::MissingKey,
+    Source::Override,
 ];
 /// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];

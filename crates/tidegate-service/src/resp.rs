@@ -17,6 +17,7 @@ mod client;
 mod command;
 mod decide;
 mod frame;
+mod overrides;
 mod reply;
 mod request;
 mod session;

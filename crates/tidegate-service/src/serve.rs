@@ -35,6 +35,8 @@ const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for settling pending debits during shutdown, and for releasing units in flight.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time for which the start waits for the overrides of a Redis.
+const OVERRIDES_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time an API client may go without reading any of its response.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of parallel HTTP/2 streams of a connection.
@@ -204,6 +206,9 @@ impl Service {
             let config = RedisConfig::clone(config);
             tokio::spawn(check_when_connected(Arc::clone(&state), config, needs, check_redis));
         }
+        // The first request is decided by the overrides, too, if Redis is there.
+        let _ = tokio::time::timeout(OVERRIDES_TIMEOUT, state.overrides.update()).await;
+        tokio::spawn(Arc::clone(&state.overrides).follow());
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
         if !files.is_empty() {

@@ -7,8 +7,8 @@ use std::time::{Instant, SystemTime};
 use arc_swap::{ArcSwap, Guard};
 use http::HeaderMap;
 use tidegate::{
-    Action, Charge, ClientIp, KeySource, Limiter, Policies, PolicyDecisions, PolicyLimiter,
-    Progress, Query, QueryError, ShowKeys, Store as _, StoreError, Timestamp,
+    Action, Charge, ClientIp, KeySource, Limiter, OverrideKey, Policies, PolicyDecisions,
+    PolicyLimiter, Progress, Query, QueryError, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::auth::AuthListener;
@@ -18,7 +18,8 @@ use crate::hot_keys::{self, HotKeys};
 use crate::logs::{self, DenialLog};
 use crate::metrics::{Metrics, MetricsSection};
 use crate::observer::DecisionObserver;
-use tidegate_api::admin::UpstreamHealth;
+use crate::overrides::Overrides;
+use tidegate_api::admin::{OverrideAuthor, OverrideBody, UpstreamHealth};
 use tidegate_config::envoy::{Limit, Rule, Unit, override_name};
 use tidegate_config::key_hash;
 use tidegate_config::{AuthError, Scope, Token, Tokens};
@@ -40,6 +41,7 @@ pub struct ServerState {
     started: Instant,
     started_at: SystemTime,
     pub reloads: ReloadHistory,
+    pub overrides: Arc<Overrides>,
 }
 
 /// Reverse proxy of this process, as the admin API shows it.
@@ -72,6 +74,15 @@ pub struct Caller {
     pub token: Option<Arc<Token>>,
 }
 
+impl Caller {
+    /// Returns the author of a change of an override.
+    pub fn author(&self, reason: &str) -> OverrideAuthor {
+        let from = self.peer.ip().to_string();
+        let by = self.token.as_deref().map_or_else(|| from.clone(), |it| it.name().to_owned());
+        OverrideAuthor { by, from, reason: reason.to_owned() }
+    }
+}
+
 impl ServerState {
     /// Connects to the store and activates the configuration.
     pub async fn start(config: Config) -> Result<Self, StoreError> {
@@ -92,11 +103,14 @@ impl ServerState {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
         let limiter = Limiter::new(Arc::clone(&backend));
         let active = ActiveConfig::new(config, limiter, &metrics, &hot_keys);
+        let overrides = Arc::new(Overrides::new(&backend));
+        overrides.activate(&active.limiter);
+        metrics.register(Arc::clone(&overrides) as Arc<dyn MetricsSection>);
         let (active, proxy) = (ArcSwap::from_pointee(active), OnceLock::new());
         let started_at = SystemTime::now();
         let reloads = ReloadHistory::new(started_at);
         metrics.register(Arc::clone(&backend) as Arc<dyn MetricsSection>);
-        Self { active, backend, metrics, hot_keys, proxy, started, started_at, reloads }
+        Self { active, backend, metrics, hot_keys, proxy, started, started_at, reloads, overrides }
     }
 
     /// Shows the gateway in the admin API.
@@ -109,10 +123,11 @@ impl ServerState {
         self.proxy.get()
     }
 
-    /// Activates a new configuration. The counts stay.
+    /// Activates a new configuration. The counts and the overrides stay.
     pub fn reload(&self, config: Config) {
         let limiter = self.active_guard().limiter.limiter().clone();
         let active = ActiveConfig::new(config, limiter, &self.metrics, &self.hot_keys);
+        self.overrides.activate(&active.limiter);
         self.active.store(Arc::new(active));
     }
 
@@ -274,6 +289,39 @@ impl ActiveConfig {
             policy,
             key = self.shown_key(policy, key.to_owned()),
             "count reset"
+        );
+    }
+
+    /// Returns the key of an override as operators see it.
+    pub fn shown_override_key(&self, policy: &str, key: &str) -> String {
+        if key == OverrideKey::ALL_TEXT {
+            return key.to_owned();
+        }
+        self.shown_key(policy, key.to_owned())
+    }
+
+    /// Returns an override with its key as operators see it.
+    pub fn shown_override(&self, body: OverrideBody) -> OverrideBody {
+        OverrideBody { key: self.shown_override_key(&body.policy, &body.key), ..body }
+    }
+
+    /// Logs who has set an override, or removed it.
+    pub fn log_override(
+        &self,
+        caller: &Caller,
+        policy: &str,
+        key: &str,
+        set: Option<&OverrideBody>,
+    ) {
+        tracing::info!(
+            peer = %caller.peer,
+            token = caller.token.as_deref().map(Token::name),
+            policy,
+            key = self.shown_override_key(policy, key),
+            limits = set.and_then(|it| serde_json::to_string(&it.stored.limits).ok()),
+            until_ms = set.and_then(|it| it.until_ms),
+            reason = set.map(|it| &it.stored.author.reason),
+            "override {}", if set.is_some() { "set" } else { "removed" }
         );
     }
 

@@ -83,6 +83,8 @@ pub enum Source {
     Deny,
     /// The policy itself: the request lacks its key, or has an invalid one, so it has no count.
     MissingKey,
+    /// An override that blocks the key or the policy while the program runs.
+    Override,
 }
 
 impl Source {
@@ -96,6 +98,7 @@ impl Source {
             Self::Allow => "allow",
             Self::Deny => "deny",
             Self::MissingKey => "missing-key",
+            Self::Override => "override",
         }
     }
 }

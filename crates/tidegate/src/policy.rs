@@ -33,6 +33,7 @@ mod pipeline;
 mod query;
 mod quotas;
 mod refund_on;
+mod runtime_overrides;
 mod select;
 mod show_keys;
 mod value;
@@ -60,6 +61,8 @@ pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_pat
 pub use query::{Enforcement, PreparedCharge, Query};
 use quotas::{Quotas, ValueQuotas};
 pub use refund_on::StatusSet;
+use runtime_overrides::OverridesNow;
+pub use runtime_overrides::{OverrideEffect, OverrideKey, RuntimeOverride, RuntimeOverrides};
 #[cfg(feature = "tower")]
 pub(crate) use select::whole_number;
 pub use select::{Policies, SelectError, Selection};
@@ -285,6 +288,16 @@ impl Policy {
         values: &[impl AsRef<str>],
         quota: Quota,
     ) -> Result<(), PolicyError> {
+        let (key, network) = self.normal_override(values)?;
+        self.quotas.add_override(key, network, quota)
+    }
+
+    /// Returns the key of an override as requests have it, with the network that it is, if requests
+    /// are counted by address alone.
+    fn normal_override(
+        &self,
+        values: &[impl AsRef<str>],
+    ) -> Result<(String, Option<IpNet>), PolicyError> {
         let invalid = |reason| PolicyError::Override { key: join(values), reason };
         if let Some(reason) = self.mistake_in_override(values) {
             return Err(invalid(reason));
@@ -303,17 +316,18 @@ impl Policy {
                 _ => source.normalize(Cow::Borrowed(value)),
             });
         }
-        let is_group = |network: &IpNet| {
-            networks::is_address(network)
-                || network.addr().is_ipv6() && network.prefix_len() == self.rules.ipv6_prefix
-        };
-        if values.len() > 1 && !network.as_ref().is_none_or(is_group) {
+        if values.len() > 1 && !network.as_ref().is_none_or(|network| self.is_single(network)) {
             let reason = "only a policy that counts by ip alone has limits of networks: write an \
                           address";
             return Err(invalid(reason.to_owned()));
         }
-        let network = network.filter(|_| values.len() == 1);
-        self.quotas.add_override(join(&normal), network, quota)
+        Ok((join(&normal), network.filter(|_| values.len() == 1)))
+    }
+
+    /// Returns whether all addresses of a network count together: it is an address, or a group.
+    fn is_single(&self, network: &IpNet) -> bool {
+        networks::is_address(network)
+            || network.addr().is_ipv6() && network.prefix_len() == self.rules.ipv6_prefix
     }
 
     /// Returns why no request has this key, and what would be right.

@@ -176,13 +176,7 @@ impl RawPolicy {
             quotas.extend(values.iter().map(|(_, quota)| quota.clone()));
             policy = policy.limits(attribute, values);
         }
-        let anchor = window.and_then(|window| window.value.anchor_attribute());
-        if let Some(anchor) = anchor {
-            if raw.limits.is_some() {
-                let both = "a policy chooses by one attribute: leave out `limits`, or the \
-                            attribute of the anchor";
-                return Err(document.error_at(anchor, both));
-            }
+        if let Some(anchor) = raw.anchor_attribute(document)? {
             let attribute = attribute_name(document, attributes, "anchor.attribute", anchor)?;
             policy = policy.limits(attribute, anchored(&quotas[0]));
         }
@@ -216,12 +210,6 @@ impl RawPolicy {
         }
         for entry in &raw.overrides {
             let window = entry.window.as_ref().or(window);
-            let by_attribute = window.and_then(|window| window.value.anchor_attribute());
-            if by_attribute.is_some() {
-                let missing = "the anchor of an override is a day: write its \
-                               `window: {calendar: …, timezone: …, anchor: 15}`";
-                return Err(document.error_at(&entry.key, missing));
-            }
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
             let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
             policy = policy.override_for(entry.key.value.texts(), quota.clone());
@@ -237,6 +225,33 @@ impl RawPolicy {
         let error_in =
             |(part, error): (_, PolicyError)| raw.error_in(document, part, &error.to_string());
         policy.build_parts().map_err(error_in)
+    }
+
+    /// Returns the attribute that has the anchor of the calendar. Nothing else may choose a quota by
+    /// an attribute, and an override has its own anchor.
+    fn anchor_attribute(
+        &self,
+        document: &Document<'_>,
+    ) -> Result<Option<&Spanned<String>>, ConfigError> {
+        let of = RawWindow::anchor_attribute;
+        let anchor = self.window.as_ref().and_then(|window| of(&window.value));
+        if let (Some(anchor), Some(_)) = (anchor, &self.limits) {
+            let both = "a policy chooses by one attribute: leave out `limits`, or the attribute of \
+                        the anchor";
+            return Err(document.error_at(anchor, both));
+        }
+        let lacks_day = |entry: &&Override| {
+            let window = entry.window.as_ref().or(self.window.as_ref());
+            window.is_some_and(|window| of(&window.value).is_some())
+        };
+        match self.overrides.iter().find(lacks_day) {
+            Some(entry) => {
+                let missing = "the anchor of an override is a day: write its \
+                               `window: {calendar: …, timezone: …, anchor: 15}`";
+                Err(document.error_at(&entry.key, missing))
+            }
+            None => Ok(anchor),
+        }
     }
 
     /// Returns an error in a part of the policy, with its position in the document.

@@ -17,7 +17,7 @@ use crate::yaml::{ConfigError, Document, duration, whole};
 #[schemars(untagged, rename = "Window")]
 pub(super) enum RawWindow {
     Duration(#[schemars(with = "String", pattern(duration::PATTERN))] String),
-    Calendar(RawCalendar),
+    Calendar(Box<RawCalendar>),
 }
 
 /// Periods of a calendar in a time zone.
@@ -117,7 +117,7 @@ impl<'de> Deserialize<'de> for RawWindow {
             deserializer,
             "a duration such as 60s, or {calendar: month, timezone: Europe/Berlin}",
             Self::Duration,
-            Self::Calendar,
+            |calendar: RawCalendar| Self::Calendar(Box::new(calendar)),
         )
     }
 }

@@ -223,6 +223,49 @@ describe('dashboard', {concurrency: true}, () => {
       await close(page);
     });
 
+    test('a limit is raised, applied everywhere on the page, and taken back', options, async () => {
+      const page = await open(browser, `${service.url}#lookup=carol`);
+      const result = page.locator('#lookup-results tbody tr', {hasText: 'per-user'});
+      const change = result.getByRole('button', {name: 'Change limit in per-user'});
+      await change.click();
+      const dialog = page.getByRole('dialog', {name: 'Change the limit for a while'});
+      await dialog.waitFor();
+      assert.deepEqual(await accessibilityFindings(page), []);
+      await page.getByLabel('Units per window').fill('5000');
+      assert.match(await dialog.textContent(), /3 per 1 h → 5,000 per 1 h for this key, until /);
+      const confirm = dialog.getByRole('button', {name: 'Change', exact: true});
+      await confirm.click();
+      assert.equal((await peek('carol')).limit, 3, 'a reason is required');
+      await page.getByLabel('Reason').fill('launch');
+      await screenshot(page, 'override');
+      await confirm.click();
+      await page.getByText('Limit changed. “carol” is not denied by any policy.').waitFor();
+      assert.match(await result.textContent(),
+        /5,000 per 1 h \(override\)changed at run time, until .*, by 127\.0\.0\.1: launch/);
+      assert.equal((await peek('carol')).limit, 5000);
+
+      await change.click();
+      const changes = page.locator('#override-changes li');
+      await changes.filter({hasText: 'none → 5,000, by 127.0.0.1: launch'}).waitFor();
+      await screenshot(page, 'override-changes');
+      await dialog.getByRole('button', {name: 'Take back'}).click();
+      await page.getByText('Override removed. “carol” is not denied by any policy.').waitFor();
+      assert.match(await result.textContent(), /3 per 1 h/);
+      assert.equal((await peek('carol')).limit, 3);
+
+      // What the service refuses is said in the dialog.
+      await change.click();
+      await page.getByLabel('Units per window').fill('99999999999999');
+      await page.getByLabel('Reason').fill('too much');
+      await confirm.click();
+      const refused = {hasText: 'The limit was not changed: limit'};
+      await page.locator('#override-message', refused).waitFor();
+      assert.match(page.problems.splice(0).join(), /400 \(Bad Request\)/);
+      await dialog.getByRole('button', {name: 'Cancel'}).click();
+      await dialog.waitFor({state: 'hidden'});
+      await close(page);
+    });
+
     test('page of another origin can neither read, reset nor frame', options, async () => {
       const query = {policy: 'per-user', key: 'victim'};
       while ((await service.post('/v1/acquire', query)).status === 200);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::prometheus::{Load, Prometheus, promtool};
 use crate::read;
-use crate::support::{Cluster, Redis, Service, free_port};
+use crate::support::{Cluster, Redis, Service, free_port, request};
 
 /// Alerts that no test can cause in the real service, with the reason.
 const WITHOUT_REAL_TEST: [(&str, &str); 1] =
@@ -155,6 +155,18 @@ fn drop_debits(service: &Service) {
     assert!(dropped(&service.admin("/metrics").body));
 }
 
+/// Sets an override, and empties its Redis.
+fn lose_overrides(service: &Service, redis: &Redis) {
+    let change = json!({
+        "policy": "p", "key": "*", "limit": 999_999, "expires_in": "1h", "reason": "test",
+    });
+    let json = [("content-type", "application/json")];
+    let body = change.to_string();
+    let set = request(&service.admin, "PUT", "/v1/overrides", &json, body.as_bytes());
+    assert_eq!(set.status, 200, "{set:?}");
+    redis.query::<()>(&["FLUSHALL"]);
+}
+
 /// Waits until each of these alerts has fired for its job, and no other for the healthy service.
 fn wait_until_firing(prometheus: &Prometheus, mut expected: BTreeSet<(&str, &str)>) {
     let mut on_healthy = BTreeSet::new();
@@ -213,8 +225,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         [POLICY, "policies:\n  - {name: p, limit: 9, window: 1h}\n"].map(Service::start);
     let (cluster, partial) = cluster_with_service();
     let dead = format!("http://127.0.0.1:{}", free_port());
-    let upstream = format!("http://{}", healthy.http);
-    let gateway = Service::gateway(POLICY, &[&upstream, &dead]);
+    let gateway = Service::gateway(POLICY, &[&format!("http://{}", healthy.http), &dead]);
     let targets = [
         ("tidegate-healthy", &healthy),
         ("tidegate-outage", &outage),
@@ -248,6 +259,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         Err(format!("{} of {} services are scraped: {calm:?}", up.len(), targets.len()))
     });
 
+    lose_overrides(&slowed, &slow);
     failing.kill();
     cluster.nodes()[0].signal("STOP");
     let blocker = Blocker::start(&slow);
@@ -279,6 +291,7 @@ fn every_alert_fires_when_the_thing_breaks() {
         ("TidegateMemoryEvictedKeys", "tidegate-full"),
         ("TidegateStoreFull", "tidegate-spent"),
         ("TidegateUpstreamDown", "tidegate-gateway"),
+        ("TidegateOverridesLost", "tidegate-slow"),
     ]);
     let mut names: Vec<&str> = expected.iter().map(|(name, _)| *name).collect();
     names.extend(WITHOUT_REAL_TEST.map(|(name, _)| name));

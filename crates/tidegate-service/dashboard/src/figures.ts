@@ -15,6 +15,7 @@ const SOURCES: [string, string, string][] = [
   ['allow', 'allowed without the store', 'line-4'],
   ['deny', 'denied without the store', 'line-5'],
   ['missing-key', 'denied without a key', 'line-6'],
+  ['override', 'blocked by an override', 'line-7'],
 ];
 
 export class Figures {

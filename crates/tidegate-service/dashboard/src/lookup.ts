@@ -1,8 +1,9 @@
-// Look-up of one key in every policy, and the reset of its count.
+// Look-up of one key in every policy, the reset of its count, and the change of its limit.
 
 import {errorText, getJson, postJson} from './api.js';
 import {byId, Cards, el, foreign, setText, show} from './dom.js';
 import * as format from './format.js';
+import {OverrideForm} from './override-form.js';
 import type {LookupBody, LookupResult} from './types.js';
 
 const PREFIX = '#lookup=';
@@ -17,6 +18,10 @@ export class Lookup {
   private readonly dialog = byId<HTMLDialogElement>('confirm');
   private abort: AbortController | null = null;
   private key: string | null = null;
+  private readonly overrides = new OverrideForm((note) => {
+    if (this.key !== null) void this.load(this.key, note);
+    this.input.focus({preventScroll: true});
+  });
 
   constructor() {
     byId<HTMLFormElement>('lookup-form').addEventListener('submit', (event) => {
@@ -106,7 +111,7 @@ export class Lookup {
       {name: 'remaining', class: 'number'},
       {name: 'next free'},
       {name: 'why'},
-      {name: 'reset'},
+      {name: 'actions'},
     ]);
     // Denials first: they are the reason for most questions.
     const sorted = [...shown].sort((a, b) => Number(isDenied(b)) - Number(isDenied(a)));
@@ -131,7 +136,20 @@ export class Lookup {
         name.append(el('div', {class: 'detail'}, 'if the value is ', foreign(result.value, 40)));
       }
     }
-    const button = el('button', {
+    const {run_time: override} = result;
+    if (override) {
+      const until = override.until_ms;
+      const end = until === null ? 'no end' : `until ${format.dateTime(until)}`;
+      name.append(el('div', {class: 'detail'}, `changed at run time, ${end}, by `,
+        foreign(override.by, 40), ': ', foreign(override.reason, 80, 'prose')));
+    }
+    const change = el('button', {
+      type: 'button',
+      class: 'small',
+      'aria-label': `Change limit in ${format.visible(result.policy).slice(0, 100)}`,
+      onclick: () => this.overrides.open(result, this.plain(result.key)),
+    }, 'Change limit …');
+    const reset = el('button', {
       type: 'button',
       class: 'small',
       'aria-label': `Reset in ${format.visible(result.policy).slice(0, 100)}`,
@@ -139,8 +157,14 @@ export class Lookup {
     }, 'Reset …');
     return cards.row(
       name, verdict(result), inFlight(result) ?? remaining(result), nextFree(result),
-      result.reason ? foreign(result.reason, 400, 'prose') : '–', button,
+      result.reason ? foreign(result.reason, 400, 'prose') : '–',
+      el('div', {class: 'actions'}, change, reset),
     );
+  }
+
+  /** The server shows a credential as a hash, which names only a listed key. */
+  private plain(key: string): string {
+    return HASH.test(key) && this.key !== null ? this.key : key;
   }
 
   private async reset({policy, key}: LookupResult): Promise<void> {
@@ -154,7 +178,6 @@ export class Lookup {
     await new Promise((closed) => this.dialog.addEventListener('close', closed, {once: true}));
     if (this.dialog.returnValue !== 'reset' || wanted === null) return;
     try {
-      // The server shows a credential as a hash, which names only a listed key.
       await postJson('/v1/reset', {policy, key: HASH.test(key) ? wanted : key});
       const name = format.shortened(format.visible(policy), 40);
       if (this.key === wanted) await this.load(wanted, `Reset in ${name}.`);

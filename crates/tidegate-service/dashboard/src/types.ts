@@ -159,6 +159,26 @@ export interface Policy {
   block_for_ms?: number[] | null;
 }
 
+export interface OverrideState {
+  limit?: number;
+  window?: string;
+  burst?: number;
+  mode?: string;
+  until_ms: number | null;
+}
+
+export interface OverrideAudit {
+  changes: {
+    at_ms: number;
+    policy: string;
+    key: string;
+    by: string;
+    reason: string;
+    before: OverrideState | null;
+    after: OverrideState | null;
+  }[];
+}
+
 export interface LookupResult {
   policy: string;
   key: string;
@@ -169,6 +189,8 @@ export interface LookupResult {
   window_ms?: number | null;
   calendar?: string;
   override?: boolean;
+  /** Override that was set while the service runs. */
+  run_time?: OverrideState & {policy: string; key: string; by: string; reason: string};
   /** Value of the attribute in `limits` that has this limit. */
   value?: string;
   allowed?: boolean;

@@ -1,5 +1,6 @@
 //! `GET /v1/lookup`: the state of one key in every policy, without a charge.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -11,8 +12,8 @@ use futures_util::StreamExt as _;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use tidegate::{
-    Action, Calendar, Charge, Clock as _, Decision, Key, KeySource, Mode, Policy, PolicyDecision,
-    Query, QueryError, Quota, ShowKeys, Source, SystemClock,
+    Action, Calendar, Charge, Clock as _, Decision, Key, KeySource, Mode, OverrideEffect, Policy,
+    PolicyDecision, Query, QueryError, Quota, ShowKeys, Source, SystemClock,
 };
 
 use super::Admin;
@@ -21,6 +22,7 @@ use crate::api::Problems;
 use crate::api::problem::Problem;
 use crate::logs;
 use crate::state::{ActiveConfig, ServerState};
+use tidegate_api::admin::OverrideBody;
 use tidegate_api::duration::{millis, millis_rounded_up};
 use tidegate_config::envoy::{CounterParts, Limit, Rule, RuleMode, parse_counter_key};
 use tidegate_config::key_hash;
@@ -77,6 +79,10 @@ struct ResultBody {
     calendar: Option<String>,
     #[serde(rename = "override")]
     is_override: bool,
+    /// Override that an operator has set while the service runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(required = false)]
+    run_time: Option<OverrideBody>,
     /// Value of the attribute in the policy's `limits` that has this limit, or `other`. It
     /// depends on the request, not on the key.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -129,9 +135,11 @@ struct InFlightBody {
 struct LookupTarget<'a> {
     policy: &'a str,
     key: String,
-    quota: &'a Quota,
+    quota: Cow<'a, Quota>,
     mode: &'static str,
     is_override: bool,
+    /// Override that was set while the service runs.
+    run_time: Option<(OverrideEffect, OverrideBody)>,
     value: Option<&'a str>,
     /// Whether the key counts all requests together.
     is_shared: bool,
@@ -228,7 +236,8 @@ fn of_policy<'a>(
 ) -> Vec<LookupTarget<'a>> {
     let attributes: Vec<&str> = policy.key().iter().map(KeySource::as_str).collect();
     let targets = |key: String, is_shared, only_in_use| {
-        let is_override = policy.override_of(&key).is_some();
+        let run_time = state.overrides.in_force(policy.name(), &key);
+        let is_override = run_time.is_some() || policy.override_of(&key).is_some();
         let by_value = policy.limits().filter(|_| !is_override).map(|(_, quotas)| {
             let mut values: Vec<_> =
                 quotas.iter().map(|(value, it)| (value.as_str(), it)).collect();
@@ -237,10 +246,14 @@ fn of_policy<'a>(
             values.into_iter().map(|(value, quota)| (Some(value), quota)).collect()
         });
         let quotas = by_value.unwrap_or_else(|| vec![(None, policy.quota_for(&key))]);
-        let target = move |(value, quota)| LookupTarget {
+        let target = move |(value, quota): (_, &'a Quota)| LookupTarget {
             policy: policy.name(),
-            quota,
+            quota: match run_time.as_ref().map(|(effect, _)| effect) {
+                Some(OverrideEffect::Quota(quota)) => Cow::Owned(Quota::clone(quota)),
+                _ => Cow::Borrowed(quota),
+            },
             is_override,
+            run_time: run_time.clone(),
             value,
             key: key.clone(),
             mode: policy.mode().as_str(),
@@ -287,9 +300,10 @@ fn of_rule<'a>(
     Some(LookupTarget {
         policy: &rule.path,
         key,
-        quota,
+        quota: Cow::Borrowed(quota),
         mode: mode.as_str(),
         is_override: false,
+        run_time: None,
         value: None,
         is_shared: false,
         only_in_use: false,
@@ -309,7 +323,14 @@ impl LookupTarget<'_> {
     }
 
     async fn peek_always(self, active: &ActiveConfig) -> (bool, ResultBody) {
-        let peeked = self.decision(active).await;
+        let is_unlimited = matches!(self.run_time, Some((OverrideEffect::Unlimited, _)));
+        let peeked = if is_unlimited {
+            let burst = self.quota.burst();
+            Ok(Decision::allow(burst, burst).with_source(Source::Override))
+        } else {
+            self.decision(active).await
+        };
+        let run_time = self.run_time.as_ref().map(|(_, body)| active.shown_override(body.clone()));
         let mut result = ResultBody {
             policy: self.policy.to_owned(),
             key: active.shown_key(self.policy, self.key.clone()),
@@ -320,14 +341,15 @@ impl LookupTarget<'_> {
             window_ms: (!self.quota.is_concurrency()).then(|| millis(self.quota.window())),
             calendar: self.quota.calendar().map(ToString::to_string),
             is_override: self.is_override,
+            run_time,
             value: self.value.map(str::to_owned),
             state: None,
             error: None,
         };
         match peeked {
             Ok(decision) => {
-                let mut state = StateBody::new(&decision, self.quota, self.mode);
-                if self.quota.is_concurrency() {
+                let mut state = StateBody::new(&decision, &self.quota, self.mode);
+                if self.quota.is_concurrency() && decision.source != Source::Override {
                     self.add_in_flight(active, &mut state).await;
                 }
                 let in_use = !state.allowed || state.remaining < state.capacity;
@@ -349,7 +371,7 @@ impl LookupTarget<'_> {
         let units = state.capacity.saturating_sub(state.remaining);
         let mut in_flight = InFlightBody { units, first_end_ms: None };
         if units > 0 {
-            let charge = Charge::new(&self.key, self.quota).with_policy(self.policy);
+            let charge = Charge::new(&self.key, &self.quota).with_policy(self.policy);
             let charge = charge.with_cost(state.remaining + 1);
             if let Ok(decision) = active.limiter.limiter().peek(&charge).await {
                 in_flight.first_end_ms = Some(millis_rounded_up(decision.retry_after));
@@ -369,7 +391,7 @@ impl LookupTarget<'_> {
                 return Ok(decision);
             }
         }
-        let charge = Charge::new(&self.key, self.quota).with_policy(self.policy);
+        let charge = Charge::new(&self.key, &self.quota).with_policy(self.policy);
         Ok(active.limiter.limiter().peek(&charge).await?)
     }
 }
@@ -403,6 +425,10 @@ fn reason(decision: &Decision, remaining: u64, quota: &Quota, mode: &'static str
         Source::Allow | Source::Deny => {
             return format!("The store is unavailable, and requests {verb} by on_store_failure.");
         }
+        Source::Override if decision.allowed => {
+            return "An override exempts the key from this limit.".to_owned();
+        }
+        Source::Override => return "An override blocks the key.".to_owned(),
         Source::Local => "The store is unavailable, so this instance decides by its share: ",
         _ => "",
     };

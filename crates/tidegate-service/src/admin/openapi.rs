@@ -8,15 +8,15 @@ use http::header;
 use serde_json::{Value, json};
 use utoipa::OpenApi;
 
-use super::{health, history, hot_keys, live, lookup, policies, reset, status};
+use super::{health, history, hot_keys, live, lookup, overrides, policies, reset, status};
 use crate::api::BearerToken;
 
 #[derive(OpenApi)]
 #[openapi(
     info(
         title = "Tidegate: admin API",
-        description = "State of this instance, the counts of keys, and their reset. Fields may be \
-                       added to responses."
+        description = "State of this instance, the counts of keys, their reset, and overrides of \
+                       limits. Fields may be added to responses."
     ),
     paths(
         health::healthz,
@@ -28,7 +28,11 @@ use crate::api::BearerToken;
         policies::handle,
         hot_keys::handle,
         lookup::handle,
-        reset::handle
+        reset::handle,
+        overrides::set,
+        overrides::list,
+        overrides::remove,
+        overrides::audit
     ),
     modifiers(&BearerToken),
     security((), ("token" = []))

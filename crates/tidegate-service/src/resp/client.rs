@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::RespShared;
 use super::command::{self, Command, RespCounters, shown};
 use super::frame::{Arguments, FrameError, Limits};
+use super::overrides;
 use super::reply::{RespReply, RespVersion, Writer};
 use super::request::{self, CommandQuery, QuotaCache};
 use super::transaction::{Queued, Transaction};
@@ -173,6 +174,40 @@ impl Client {
         Some(request)
     }
 
+    /// Runs a command that changes or lists overrides, and writes its reply. Returns false for any
+    /// other command, and for one that waits for `EXEC`.
+    pub(super) async fn run_override(
+        &self,
+        active: &ActiveConfig,
+        arguments: Arguments<'_, '_>,
+        replies: &mut Vec<u8>,
+    ) -> bool {
+        let command = arguments.get(0).and_then(Command::find);
+        if command != Some(Command::Override) || self.transaction.is_some() {
+            return false;
+        }
+        self.counters().count(Command::Override);
+        let request = self
+            .check(active, Command::Override, arguments)
+            .and_then(|()| overrides::parse(arguments));
+        let reply = match request {
+            Ok(request) => {
+                let caller = Caller { peer: self.peer.address, token: self.token.clone() };
+                overrides::run(&self.state, active, &caller, request).await
+            }
+            Err(error) => Err(error),
+        };
+        let mut writer = Writer { bytes: replies, protocol: self.protocol };
+        match reply {
+            Ok(reply) => overrides::write(&mut writer, &reply),
+            Err(error) => {
+                self.counters().count_error();
+                writer.error(&error);
+            }
+        }
+        true
+    }
+
     /// Writes a reply.
     pub(super) fn write(&self, reply: &RespReply, replies: &mut Vec<u8>) {
         if matches!(reply, RespReply::Error(_)) {
@@ -263,6 +298,7 @@ impl Client {
             | Command::Commit
             | Command::Renew
             | Command::Reset
+            | Command::Override
             | Command::CellThrottle
             | Command::CrabThrottle => {}
         }
@@ -289,7 +325,12 @@ impl Client {
         if self.lacks_token(active) {
             return Err(NOAUTH.to_owned());
         }
-        let Some(operation) = request::operation(command) else { return Ok(()) };
+        let operation = match request::operation(command) {
+            Some(operation) => operation,
+            // Both change what others are allowed.
+            None if command == Command::Override => Operation::Reset,
+            None => return Ok(()),
+        };
         let is_reset = operation == Operation::Reset;
         let needs_reset = is_reset && (self.is_remote || active.tokens.of_admin().is_some());
         if !needs_reset && (is_reset || active.tokens.of_api().is_none()) {

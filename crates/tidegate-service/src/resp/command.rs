@@ -53,6 +53,9 @@ const REFUND: &str = "policy key AGE ms [COST n] [WITHNAMES] | policy key ID id 
                       KEY key QUOTA algorithm limit window AGE ms [BURST b] [COST n] [WITHNAMES]";
 const RESET: &str = "policy key [WITHNAMES] | KEY key QUOTA algorithm limit window [BURST b] \
                      [WITHNAMES]";
+const OVERRIDE: &str = "SET policy key [LIMIT n] [WINDOW duration] [BURST b] [MODE unlimited|block] \
+                        EXPIRES duration|never REASON text | DEL policy key [REASON text] | LIST \
+                        [policy]";
 const THROTTLE: &str = "key max_burst count period [quantity]";
 const CLIENT: &str = "GETNAME | HELP | ID | INFO | SETINFO attribute value | SETNAME name | \
                       TRACKING ON|OFF …";
@@ -72,6 +75,8 @@ commands! {
         (COMMIT) "Settles a reservation; 0 units cancel it.";
     Renew "TG.RENEW" arity -5 key 2 (RENEW) "Extends a reservation that has not ended.";
     Reset "TG.RESET" arity -3 key 2 (RESET) "Deletes the count of a key.";
+    Override "TG.OVERRIDE" arity -2 key 0
+        (OVERRIDE) "Changes the limit of a key, or of all keys with *, for a while.";
     CellThrottle "CL.THROTTLE" arity -5 key 1 (THROTTLE) "Limits a key as redis-cell does.";
     CrabThrottle "THROTTLE" arity -5 key 1 (THROTTLE) "Limits a key as throttlecrab does.";
     Auth "AUTH" arity -2 key 0 ("[name] token") "Authenticates the connection.";

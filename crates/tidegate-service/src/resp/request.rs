@@ -318,7 +318,7 @@ fn text<'a>(arguments: Arguments<'a, '_>, index: usize, name: &str) -> Result<&'
 }
 
 /// Parses a number without a sign.
-fn number(name: &str, bytes: &[u8]) -> Result<u64, String> {
+pub(super) fn number(name: &str, bytes: &[u8]) -> Result<u64, String> {
     let is_number = !bytes.is_empty() && bytes.iter().all(u8::is_ascii_digit);
     let text = std::str::from_utf8(bytes).ok().filter(|_| is_number);
     text.and_then(|text| text.parse().ok()).ok_or_else(|| {

@@ -142,6 +142,9 @@ impl RespSession {
                     client.write(&reply, replies);
                     continue;
                 }
+                if client.run_override(active, arguments, replies).await {
+                    continue;
+                }
                 let step = client.handle(active, arguments, replies);
                 parser.limits = client.limits(active);
                 if step != SessionStep::Read {
@@ -175,6 +178,9 @@ impl RespSession {
                 }
                 None => {
                     group.finish(client, replies).await;
+                    if client.run_override(active, arguments, replies).await {
+                        continue;
+                    }
                     let step = client.handle(active, arguments, replies);
                     parser.limits = client.limits(active);
                     if step != SessionStep::Read {

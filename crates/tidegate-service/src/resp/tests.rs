@@ -15,6 +15,7 @@ use tidegate_config::Config;
 use tidegate_net::listener::{BufferBudget, CommandBudget, Input, Peer, Session as _, SessionStep};
 
 mod holds;
+mod overrides;
 mod tokens;
 
 const POLICIES: &str = "policies:
@@ -406,7 +407,7 @@ fn clients_connect_as_usual() {
         ("CLIENT TRACKING ON OPTIN", "+OK"),
         ("READONLY", "+OK"),
         ("READWRITE", "+OK"),
-        ("COMMAND COUNT", ":26"),
+        ("COMMAND COUNT", ":27"),
         (
             "COMMAND INFO cl.throttle nothing",
             "*2 *10 $11 cl.throttle :-5 *1 +fast :1 :1 :1 *1 +@fast *0 *0 *0 $-1",

@@ -1,20 +1,17 @@
 //! `tidegate top`: live view of a running service.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
 
-use crate::tool::client::{ClientOptions, Trust, read_token};
+use super::admin::AdminFlags;
+use crate::tool::client::{ClientOptions, Trust};
 use crate::top::{self, AdminClient, TopOptions};
-use tidegate_config::Secret;
 
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
-/// Variable with the token, which must not be an argument: all users see those.
-const TOKEN_VARIABLE: &str = "TIDEGATE_ADMIN_TOKEN";
 
 /// Show a running service: rates, latency, policies, hot keys, store.
 ///
@@ -34,18 +31,8 @@ Examples:
     tidegate top --once
     tidegate top --once --json | jq .rates.policies")]
 pub struct TopCommand {
-    /// URL of the admin listener: http://HOST:PORT, https:// for TLS, or unix:PATH
-    #[arg(long, value_name = "URL", env = "TIDEGATE_ADMIN")]
-    #[arg(default_value = "http://127.0.0.1:8082")]
-    admin: String,
-
-    /// File with the token of the admin listener [default: the variable `TIDEGATE_ADMIN_TOKEN`]
-    #[arg(long, value_name = "FILE", env = "TIDEGATE_ADMIN_TOKEN_FILE")]
-    token_file: Option<PathBuf>,
-
-    /// File with the certificates to trust, in place of those of the system
-    #[arg(long, value_name = "FILE", env = "TIDEGATE_CA")]
-    ca: Option<PathBuf>,
+    #[command(flatten)]
+    admin: AdminFlags,
 
     #[command(flatten)]
     options: TopOptions,
@@ -59,29 +46,18 @@ impl TopCommand {
             "--interval is out of range: it must be from 100ms to 60s"
         );
         ensure!(!options.timeout.is_zero(), "--timeout must be longer than 0");
-        let token = self.token()?;
+        let token = self.admin.token()?;
         let client = AdminClient::new(&ClientOptions {
-            address: &self.admin,
+            address: &self.admin.admin,
             token: token.as_ref(),
-            trust: Trust::Authorities(self.ca.as_deref()),
+            trust: Trust::Authorities(self.admin.ca.as_deref()),
             timeout: options.timeout,
         })?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let result = runtime.block_on(top::run(client, options));
         // A request without an answer must not delay the exit.
         runtime.shutdown_background();
-        result.with_context(|| format!("--admin {}", self.admin))?;
+        result.with_context(|| format!("--admin {}", self.admin.admin))?;
         Ok(ExitCode::SUCCESS)
-    }
-
-    fn token(&self) -> anyhow::Result<Option<Secret>> {
-        if let Some(file) = &self.token_file {
-            return read_token(file).map(Some);
-        }
-        match std::env::var(TOKEN_VARIABLE) {
-            Ok(token) if !token.is_empty() => Ok(Some(Secret::new(token))),
-            Ok(_) | Err(std::env::VarError::NotPresent) => Ok(None),
-            Err(_) => anyhow::bail!("{TOKEN_VARIABLE} is not UTF-8"),
-        }
     }
 }

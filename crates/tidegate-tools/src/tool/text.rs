@@ -1,5 +1,7 @@
 //! Numbers, names and foreign texts in the output of the tools.
 
+use std::fmt::Write as _;
+
 use clap::ValueEnum;
 
 /// Formats a number with commas between groups of three digits.
@@ -13,6 +15,22 @@ pub fn grouped(number: u64) -> String {
         text.push(digit);
     }
     text
+}
+
+/// Returns a text as a value of a URL's query.
+pub fn encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
+                encoded.push(char::from(byte));
+            }
+            _ => {
+                let _ = write!(encoded, "%{byte:02X}");
+            }
+        }
+    }
+    encoded
 }
 
 /// Returns a number for arithmetic whose result is an estimate, or shown with few digits.

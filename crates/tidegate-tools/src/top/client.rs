@@ -1,6 +1,5 @@
 //! [`AdminClient`]: requests to the admin API of a service.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -11,6 +10,7 @@ use hyper::body::Incoming;
 use super::data::Lookup;
 use super::events::{EventReader, ServerEvent};
 use crate::tool::client::{ClientOptions, Endpoint, ServiceKind, problem_detail, read_body};
+use crate::tool::text::encoded;
 
 /// Time without a byte of the stream after which the connection counts as lost. The service sends
 /// one sample per second.
@@ -44,17 +44,7 @@ impl AdminClient {
 
     /// Looks a key up in every policy.
     pub(super) async fn lookup(&self, key: &str) -> anyhow::Result<Lookup> {
-        let mut path = "/v1/lookup?key=".to_owned();
-        for byte in key.bytes() {
-            match byte {
-                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
-                    path.push(char::from(byte));
-                }
-                _ => {
-                    let _ = write!(path, "%{byte:02X}");
-                }
-            }
-        }
+        let path = format!("/v1/lookup?key={}", encoded(key));
         let response = self.get(&path).await?;
         let body = tokio::time::timeout(self.0.timeout, read_body(response.into_body())).await;
         let body = body.with_context(|| format!("no answer within {:?}", self.0.timeout))??;

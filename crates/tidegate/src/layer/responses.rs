@@ -126,6 +126,9 @@ impl<'a> Denial<'a> {
             let key = self.denied_by.missing_key().unwrap_or("the key");
             return format!("the request lacks {key}, by which policy {name:?} counts: send it");
         };
+        if self.denied_by.decision().source == Source::Override {
+            return format!("an override of the policy {name:?} blocks this key");
+        }
         if quota.is_concurrency() {
             let limit = quota.limit();
             return format!(

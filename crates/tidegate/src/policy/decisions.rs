@@ -79,7 +79,6 @@ pub struct PolicyDecisions<'a> {
 
 /// Entries of a request. A single one, as of nearly every request, needs no allocation.
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "most requests have one, without an allocation")]
 pub(super) enum Entries<'a> {
     One(PolicyDecision<'a>),
     Several(Vec<PolicyDecision<'a>>),
@@ -170,7 +169,8 @@ impl<'a> PolicyDecisions<'a> {
     pub fn exceeded(&self) -> impl Iterator<Item = &PolicyDecision<'a>> {
         let is_denied = !self.is_allowed();
         self.enforced().filter(move |entry| {
-            let counts = !matches!(entry.decision.source, Source::Deny | Source::MissingKey);
+            let source = entry.decision.source;
+            let counts = !matches!(source, Source::Deny | Source::MissingKey | Source::Override);
             is_denied && entry.is_denied() && counts
         })
     }

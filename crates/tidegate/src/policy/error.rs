@@ -5,6 +5,7 @@ use super::{AttributeError, SelectError};
 use crate::charge::ChargeError;
 use crate::key::KeyError;
 use crate::limiter::Error;
+use crate::quota::QuotaError;
 use crate::store::StoreError;
 
 /// Error in a policy, or in a set of policies.
@@ -36,6 +37,9 @@ pub enum PolicyError {
         /// Reason, and what would be right.
         reason: String,
     },
+    /// The numbers of an override are invalid.
+    #[error(transparent)]
+    Quota(QuotaError),
     /// A key is overridden twice.
     #[error("the key {0:?} is overridden twice")]
     OverriddenTwice(String),

@@ -1,7 +1,7 @@
 //! [`Explanation`]: why a policy does or does not apply to a request.
 
 use super::select::RequestValues;
-use super::{Attributes, Condition, KeySource, Policies, Policy};
+use super::{Attributes, Condition, KeySource, OverrideEffect, OverridesNow, Policies, Policy};
 
 /// Why a policy does or does not apply to a request; the result of [`Policies::explain`].
 ///
@@ -40,13 +40,24 @@ impl Policies {
 
     /// Explains for each policy why it does or does not apply to a request. Nothing is counted.
     pub fn explain(&self, attributes: &dyn Attributes) -> Vec<Explanation<'_>> {
+        self.explain_with(attributes, None)
+    }
+
+    pub(super) fn explain_with(
+        &self,
+        attributes: &dyn Attributes,
+        overrides: Option<OverridesNow<'_>>,
+    ) -> Vec<Explanation<'_>> {
         let path = attributes.get("path");
         let path = path.as_deref().map(|path| self.path_rules().matched(path)).transpose();
         self.iter()
             .take(Self::MAX_EXPLAINED)
             .map(|policy| {
                 let (applies, reason) = match &path {
-                    Ok(path) => policy.explain(&RequestValues::new(attributes, path.as_deref())),
+                    Ok(path) => {
+                        let request = RequestValues::new(attributes, path.as_deref());
+                        policy.explain(&request.with_overrides(overrides))
+                    }
                     Err(error) => (false, error.to_string()),
                 };
                 Explanation { policy: policy.name(), applies, reason }
@@ -78,6 +89,21 @@ impl Policy {
             Ok(None) => {
                 let missing = self.missing_attribute(request).map_or("", KeySource::as_str);
                 (false, format!("key: the request has no {missing}"))
+            }
+            Ok(Some((key, ..)))
+                if let Some(found) =
+                    request.overrides().and_then(|it| it.find(self.name(), &key)) =>
+            {
+                match found.effect {
+                    OverrideEffect::Quota(quota) => {
+                        let limit = quota.limit();
+                        (true, format!("it matches; a run-time override sets the limit {limit}"))
+                    }
+                    OverrideEffect::Unlimited => {
+                        (false, "a run-time override exempts it from the limit".to_owned())
+                    }
+                    OverrideEffect::Block => (true, "a run-time override blocks it".to_owned()),
+                }
             }
             Ok(Some((_, quota, reason, 100))) => {
                 (true, format!("{reason}; the limit is {}", quota.limit()))

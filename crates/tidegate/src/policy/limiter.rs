@@ -10,8 +10,8 @@ use super::decisions::Entries;
 use super::key_source::shown;
 use super::query::QueryTarget;
 use super::{
-    Attributes, LeaseScope, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge,
-    Query, QueryError, RequestLease, Selection,
+    Attributes, Explanation, LeaseScope, OverridesNow, Policies, Policy, PolicyDecision,
+    PolicyDecisions, PreparedCharge, Query, QueryError, RequestLease, RuntimeOverrides, Selection,
 };
 use crate::clock::Timestamp;
 use crate::hold::Hold;
@@ -47,6 +47,7 @@ use crate::store::{Action, Store};
 pub struct PolicyLimiter<S = MemoryStore, O = ()> {
     limiter: Limiter<S>,
     policies: Arc<Policies>,
+    overrides: Arc<RuntimeOverrides>,
     observer: O,
     timeout: Duration,
 }
@@ -219,7 +220,8 @@ impl<S: Store> PolicyLimiter<S> {
     #[must_use]
     pub fn new(limiter: Limiter<S>, policies: impl Into<Arc<Policies>>) -> Self {
         let timeout = DEFAULT_QUERY_TIMEOUT;
-        Self { limiter, policies: policies.into(), observer: (), timeout }
+        let overrides = Arc::default();
+        Self { limiter, policies: policies.into(), overrides, observer: (), timeout }
     }
 }
 
@@ -227,8 +229,8 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     /// Sets the observer.
     #[must_use]
     pub fn with_observer<P: Observer + Clone + 'static>(self, observer: P) -> PolicyLimiter<S, P> {
-        let Self { limiter, policies, timeout, .. } = self;
-        PolicyLimiter { limiter, policies, observer, timeout }
+        let Self { limiter, policies, overrides, timeout, .. } = self;
+        PolicyLimiter { limiter, policies, overrides, observer, timeout }
     }
 
     /// Sets the time that the calls of one query may take together. The store bounds the first call
@@ -243,6 +245,12 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     #[must_use]
     pub fn policies(&self) -> &Policies {
         &self.policies
+    }
+
+    /// Returns the limits that replace those of policies while the program runs. Clones share them.
+    #[must_use]
+    pub fn overrides(&self) -> &Arc<RuntimeOverrides> {
+        &self.overrides
     }
 
     /// Returns the limiter.
@@ -302,7 +310,7 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         // Also a lower bound on the time of the charges, for refunds: the clock is read once.
         let asked_at = self.limiter.store().clock().now();
         let (on_span, hold, lease) = (query.on_span, query.hold.clone(), query.lease);
-        let prepared = self.prepare(action, query);
+        let prepared = self.prepare(action, query, asked_at);
         let mut entries = prepared.inspect_err(|error| self.observer.failed(action, error))?;
         if hold.is_some() || entries.iter().any(|entry| needs_hold(entry, lease)) {
             set_hold(&mut entries, hold, lease);
@@ -388,8 +396,10 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         &'a self,
         action: Action,
         query: Query<'a, '_>,
+        now: Timestamp,
     ) -> Result<Entries<'a>, QueryError> {
         let (cost, charged_at) = (query.cost, query.charged_at);
+        let overrides = OverridesNow::new(&self.overrides, action, now);
         Ok(match query.target {
             QueryTarget::Policy { policy, key } => {
                 let policy = self.policy(policy)?;
@@ -397,7 +407,13 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
                     self.observer.other_limit(policy);
                 }
                 let cost = cost.unwrap_or_else(|| policy.default_cost());
-                let charge = PreparedCharge::of_policy(policy, key, policy.quota_for(key), cost);
+                let charge = match overrides.and_then(|it| it.find(policy.name(), key)) {
+                    None => PreparedCharge::of_policy(policy, key, policy.quota_for(key), cost),
+                    Some(found) => match found.charge(policy, key, cost, now) {
+                        Some(charge) => charge,
+                        None => return Ok(Entries::default()),
+                    },
+                };
                 let charge = self.with_quota_of(action, charge);
                 Entries::one(charge.with_action(action).with_charged_at(charged_at))
             }
@@ -415,8 +431,8 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
             QueryTarget::Prepared(charges) => charges.into_iter().collect(),
             QueryTarget::Attributes { attributes, only } => {
                 let selection = match only {
-                    Some(name) => self.policy(name)?.select(attributes, cost)?,
-                    None => self.policies.select(attributes, cost)?,
+                    Some(name) => self.policy(name)?.select_with(attributes, cost, overrides)?,
+                    None => self.policies.select_where(attributes, cost, overrides, |_| true)?,
                 };
                 self.prepare_selected(action, charged_at, attributes, selection)?
             }
@@ -459,8 +475,12 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
             return charge;
         }
         let Some(policy) = self.policies.get(charge.policy()) else { return charge };
-        let quota = policy.quotas.of_refund(charge.key().unwrap_or_default());
-        charge.with_quota(quota)
+        let key = charge.key().unwrap_or_default();
+        let quota = policy.quotas.of_refund(key);
+        match self.overrides.largest_quota(policy.name(), key) {
+            Some(larger) if larger.burst() > quota.burst() => charge.with_quota(larger),
+            _ => charge.with_quota(quota),
+        }
     }
 
     /// Returns the units that an admitted request took, because it failed or was cancelled. Best
@@ -486,12 +506,27 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         cost: Option<u64>,
         filter: impl Fn(&Policy) -> bool,
     ) -> Result<Selection<'_>, QueryError> {
-        let selection = self.policies.select_where(attributes, cost, filter)?;
+        let overrides = self.overrides_now();
+        let selection = self.policies.select_where(attributes, cost, overrides, filter)?;
         if attributes.lacks_peer() {
             return Err(QueryError::UnknownPeer);
         }
         self.report_selection(&selection);
         Ok(selection)
+    }
+
+    /// Explains for each policy why it does or does not apply to a request, with the overrides that
+    /// are in force. Nothing is counted.
+    pub fn explain(&self, attributes: &dyn Attributes) -> Vec<Explanation<'_>> {
+        self.policies.explain_with(attributes, self.overrides_now())
+    }
+
+    /// Returns the overrides for a request of this moment. Without any, the clock is not read.
+    fn overrides_now(&self) -> Option<OverridesNow<'_>> {
+        if self.overrides.is_empty() {
+            return None;
+        }
+        OverridesNow::new(&self.overrides, Action::Acquire, self.limiter.store().clock().now())
     }
 
     fn report_selection(&self, selection: &Selection<'_>) {
@@ -518,6 +553,7 @@ impl<S, O: Clone> Clone for PolicyLimiter<S, O> {
         Self {
             limiter: self.limiter.clone(),
             policies: Arc::clone(&self.policies),
+            overrides: Arc::clone(&self.overrides),
             observer: self.observer.clone(),
             timeout: self.timeout,
         }

@@ -249,6 +249,8 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     pub(super) fn with_quota_of_refund<'b>(&'b self, charge: &Charge<'b>) -> Charge<'b> {
         let policy = self.policies().get(charge.policy()).filter(|it| it.has_several_quotas());
         let quota = policy.map(|policy| policy.quotas.of_refund(charge.key()));
+        // That of an override may be larger.
+        let quota = quota.filter(|quota| quota.burst() > charge.quota().burst());
         quota.map_or(*charge, |quota| charge.with_quota(quota))
     }
 

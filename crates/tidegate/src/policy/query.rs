@@ -282,17 +282,47 @@ pub(super) struct FixedDecision {
 
 /// Quota of a charge.
 #[derive(Debug, Clone)]
-enum QuotaRef<'a> {
+pub(super) enum QuotaRef<'a> {
     Borrowed(&'a Quota),
-    /// Boxed, because a quota is large and rarely owned.
-    Owned(Box<Quota>),
+    /// Of the request itself, or of an override.
+    Owned(Arc<Quota>),
     /// A part of a quota, for the decision only: units are reported and returned by the whole.
-    Lane {
-        whole: &'a Quota,
-        lane: Box<Quota>,
-    },
+    Lane(Box<Lane<'a>>),
     /// A limit of 0, which no quota has.
     Zero,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Lane<'a> {
+    whole: QuotaRef<'a>,
+    lane: Quota,
+}
+
+impl QuotaRef<'_> {
+    /// Returns the quota; `None` for a limit of 0.
+    #[inline]
+    pub(super) fn get(&self, action: Action) -> Option<&Quota> {
+        match self {
+            Self::Borrowed(quota) => Some(quota),
+            Self::Owned(quota) => Some(quota),
+            Self::Lane(it) if action.is_all_or_nothing() => Some(&it.lane),
+            Self::Lane(it) => it.whole.get(action),
+            Self::Zero => None,
+        }
+    }
+}
+
+impl<'a> From<&'a Quota> for QuotaRef<'a> {
+    #[inline]
+    fn from(quota: &'a Quota) -> Self {
+        Self::Borrowed(quota)
+    }
+}
+
+impl From<Arc<Quota>> for QuotaRef<'_> {
+    fn from(quota: Arc<Quota>) -> Self {
+        Self::Owned(quota)
+    }
 }
 
 impl<'a> PreparedCharge<'a> {
@@ -333,7 +363,7 @@ impl<'a> PreparedCharge<'a> {
         key: impl Into<Cow<'a, str>>,
         quota: Quota,
     ) -> Self {
-        Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Owned(Box::new(quota)))
+        Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Owned(Arc::new(quota)))
     }
 
     /// Creates a charge on a limit of 0, which has no quota: `decision` is its answer.
@@ -367,16 +397,32 @@ impl<'a> PreparedCharge<'a> {
         }
     }
 
+    /// Creates the denial of a key that an override blocks for this time; zero for no end.
+    pub(super) fn blocked(
+        policy: &'a Policy,
+        key: impl Into<Cow<'a, str>>,
+        wait: Duration,
+    ) -> Self {
+        let decision = Decision::deny(policy.quota().burst(), wait).with_reset_after(wait);
+        let decision = decision.with_source(Source::Override);
+        let fixed = FixedDecision { decision, missing_key: None };
+        Self {
+            key: key.into(),
+            rare: Some(Box::new(RarePart::Fixed(fixed))),
+            ..Self::rejected(policy, None)
+        }
+    }
+
     /// Creates the acquire of a policy for a key, by this quota of the policy.
     #[inline]
     pub(super) fn of_policy(
         policy: &'a Policy,
         key: impl Into<Cow<'a, str>>,
-        quota: &'a Quota,
+        quota: impl Into<QuotaRef<'a>>,
         cost: u64,
     ) -> Self {
         let name = policy.name().into();
-        let mut charge = Self::with_quota_ref(name, key.into(), QuotaRef::Borrowed(quota));
+        let mut charge = Self::with_quota_ref(name, key.into(), quota.into());
         charge.cost = cost;
         charge.enforcement = policy.mode().into();
         charge.on_store_failure = policy.on_store_failure();
@@ -400,15 +446,16 @@ impl<'a> PreparedCharge<'a> {
 
     /// Restricts it to a part of its quota. A cost above that part is denied.
     pub(super) fn in_lane(mut self, percent: u64) -> Self {
-        if let QuotaRef::Borrowed(whole) = self.quota {
-            self.quota = QuotaRef::Lane { whole, lane: Box::new(whole.lane(percent)) };
+        if let Some(whole) = self.quota.get(Action::Report) {
             self.caps_cost |= self.cost <= whole.burst();
+            let lane = whole.lane(percent);
+            self.quota = QuotaRef::Lane(Box::new(Lane { whole: self.quota, lane }));
         }
         self
     }
 
-    pub(super) fn with_quota(mut self, quota: &'a Quota) -> Self {
-        self.quota = QuotaRef::Borrowed(quota);
+    pub(super) fn with_quota(mut self, quota: impl Into<QuotaRef<'a>>) -> Self {
+        self.quota = quota.into();
         self
     }
 
@@ -508,13 +555,7 @@ impl<'a> PreparedCharge<'a> {
     /// Returns the quota; `None` for a limit of 0.
     #[must_use]
     pub fn quota(&self) -> Option<&Quota> {
-        match &self.quota {
-            QuotaRef::Borrowed(quota) => Some(quota),
-            QuotaRef::Owned(quota) => Some(quota),
-            QuotaRef::Lane { lane, .. } if self.action.is_all_or_nothing() => Some(lane),
-            QuotaRef::Lane { whole, .. } => Some(whole),
-            QuotaRef::Zero => None,
-        }
+        self.quota.get(self.action)
     }
 
     /// Returns the number of units that the request asks for.
@@ -600,11 +641,11 @@ impl<'a> PreparedCharge<'a> {
     /// Copies the borrowed parts, so that the charge outlives its policies.
     pub(super) fn into_owned(self) -> PreparedCharge<'static> {
         let quota = match self.quota {
-            QuotaRef::Borrowed(quota) => QuotaRef::Owned(Box::new(quota.clone())),
             QuotaRef::Owned(quota) => QuotaRef::Owned(quota),
-            QuotaRef::Lane { lane, .. } if self.action.is_all_or_nothing() => QuotaRef::Owned(lane),
-            QuotaRef::Lane { whole, .. } => QuotaRef::Owned(Box::new(whole.clone())),
-            QuotaRef::Zero => QuotaRef::Zero,
+            other => match other.get(self.action) {
+                Some(quota) => QuotaRef::Owned(Arc::new(quota.clone())),
+                None => QuotaRef::Zero,
+            },
         };
         PreparedCharge {
             policy: Cow::Owned(self.policy.into_owned()),

@@ -3,15 +3,18 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::num::{IntErrorKind, ParseIntError};
+use std::sync::Arc;
 
 use super::index::Index;
+use super::query::QuotaRef;
 use super::quotas::QuotaReason;
 use super::{
     AttributeError, AttributeNames, Attributes, Condition, Cost, KeySource, MissingKey, Mode,
-    PathError, PathRules, Policy, PolicyError, PreparedCharge, join,
+    OverrideEffect, OverridesNow, PathError, PathRules, Policy, PolicyError, PreparedCharge, join,
 };
 use crate::key::{Key, KeyError};
 use crate::quota::Quota;
+use crate::store::Action;
 
 /// Length of the longest unknown name that is compared with those of the policies, and the number
 /// of policies that it is compared with: an unknown name must not cost more than a decision.
@@ -222,7 +225,7 @@ impl Policies {
         attributes: &dyn Attributes,
         cost: Option<u64>,
     ) -> Result<Selection<'_>, SelectError> {
-        self.select_where(attributes, cost, |_| true)
+        self.select_where(attributes, cost, None, |_| true)
     }
 
     /// Selects among the policies that `filter` accepts.
@@ -230,13 +233,14 @@ impl Policies {
         &self,
         attributes: &dyn Attributes,
         cost: Option<u64>,
+        overrides: Option<OverridesNow<'_>>,
         filter: impl Fn(&Policy) -> bool,
     ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
         let path = if self.reads_paths { attributes.get("path") } else { None };
         let path = path.as_deref().map(|path| self.path_rules.matched(path)).transpose();
         let path = path.map_err(SelectError::Path)?;
-        let request = RequestValues::new(attributes, path.as_deref());
+        let request = RequestValues::new(attributes, path.as_deref()).with_overrides(overrides);
         for position in self.index.candidates(&request).iter() {
             let policy = &self.all[*position];
             if policy.applies_to(&request)? && filter(policy) {
@@ -292,11 +296,20 @@ pub(super) struct RequestValues<'r> {
     attributes: &'r dyn Attributes,
     /// Path as patterns match it, if a policy reads it.
     path: Option<&'r str>,
+    overrides: Option<OverridesNow<'r>>,
 }
 
 impl<'r> RequestValues<'r> {
     pub(super) fn new(attributes: &'r dyn Attributes, path: Option<&'r str>) -> Self {
-        Self { attributes, path }
+        Self { attributes, path, overrides: None }
+    }
+
+    pub(super) fn with_overrides(self, overrides: Option<OverridesNow<'r>>) -> Self {
+        Self { overrides, ..self }
+    }
+
+    pub(super) fn overrides(&self) -> Option<OverridesNow<'r>> {
+        self.overrides
     }
 
     pub(super) fn path(&self) -> Option<&'r str> {
@@ -402,6 +415,15 @@ impl Policy {
         attributes: &dyn Attributes,
         cost: Option<u64>,
     ) -> Result<Selection<'_>, SelectError> {
+        self.select_with(attributes, cost, None)
+    }
+
+    pub(super) fn select_with(
+        &self,
+        attributes: &dyn Attributes,
+        cost: Option<u64>,
+        overrides: Option<OverridesNow<'_>>,
+    ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
         let path = if self.references().any(|name| name == "path") {
             attributes.get("path")
@@ -410,7 +432,7 @@ impl Policy {
         };
         let path = path.as_deref().map(|path| self.rules.path.matched(path)).transpose();
         let path = path.map_err(SelectError::Path)?;
-        let request = RequestValues::new(attributes, path.as_deref());
+        let request = RequestValues::new(attributes, path.as_deref()).with_overrides(overrides);
         self.add_to(&mut selection, &request, cost)?;
         Ok(selection)
     }
@@ -445,7 +467,21 @@ impl Policy {
         if matches!(reason, QuotaReason::Other(_)) {
             selection.other_limit.push(self);
         }
-        let part = quota.burst() * percent / 100;
+        let mut quota = QuotaRef::Borrowed(quota);
+        if let Some(overrides) = request.overrides
+            && let Some(found) = overrides.find(&self.name, &key)
+        {
+            match &found.effect {
+                OverrideEffect::Quota(other) => quota = QuotaRef::Owned(Arc::clone(other)),
+                OverrideEffect::Unlimited => return Ok(()),
+                OverrideEffect::Block => {
+                    let wait = found.wait(overrides.now());
+                    selection.charges.push(PreparedCharge::blocked(self, key, wait));
+                    return Ok(());
+                }
+            }
+        }
+        let part = quota.get(Action::Report).map_or(0, Quota::burst) * percent / 100;
         let cost = cost.unwrap_or_else(|| self.cost_of(request, part));
         if selection.charges.is_empty() {
             // Charges are large, and a request rarely has more than two.

@@ -213,7 +213,9 @@ impl Fleet {
                     Err(error) => tracing::debug!(%error, "heartbeat failed"),
                 }
                 drop(store);
-                tokio::time::sleep(jittered(heartbeat_interval(listed))).await;
+                // Never longer than the interval, in which an override reaches all instances.
+                let interval = heartbeat_interval(listed);
+                tokio::time::sleep(interval * 9 / 16 + jittered(interval / 4)).await;
             }
         });
         // The first poll gets the list of a store that answers at once, such as memory. Otherwise

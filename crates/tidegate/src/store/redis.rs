@@ -52,6 +52,8 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Instant;
 
+use tokio::sync::watch;
+
 use self::batch::cross_slot::decide_all;
 use self::batch::dispatch::Dispatcher;
 pub(crate) use self::blocking::run_in_background;
@@ -62,6 +64,9 @@ pub use self::client::stats::Distribution;
 pub use self::client::tls::Tls;
 use self::coordination::heartbeat::Heartbeats;
 use self::coordination::invalidation::{PendingInvalidation, Publisher};
+pub use self::coordination::overrides::{
+    OverrideChange, OverrideRecord, OverrideValue, Overrides, OverridesUpdate,
+};
 pub use self::coordination::probe::SCRIPT_COMMANDS;
 pub use self::health::{NodeHealth, Reply};
 use self::routing::slots::slot_of_charge;
@@ -98,6 +103,7 @@ pub struct RedisStore {
     dispatcher: Arc<Dispatcher>,
     publisher: Arc<Publisher>,
     heartbeats: Heartbeats,
+    overrides: Overrides,
 }
 
 impl RedisStore {
@@ -217,6 +223,20 @@ impl RedisStore {
         for node in self.dispatcher.topology().primaries() {
             node.queue().expect_batch();
         }
+    }
+
+    /// Returns the overrides that instances of a service share.
+    #[must_use]
+    pub fn overrides(&self) -> &Overrides {
+        &self.overrides
+    }
+
+    /// Returns the version of the overrides that the last heartbeat of this store has read, and
+    /// each later one: an empty text without any, and `None` before the first heartbeat. While
+    /// there is a receiver, heartbeats read it.
+    #[must_use]
+    pub fn overrides_version(&self) -> watch::Receiver<Option<String>> {
+        self.heartbeats.overrides.subscribe()
     }
 
     /// Returns the key under which Redis keeps the count of a charge.

@@ -16,6 +16,7 @@ use super::client::tls::Tls;
 use super::client::url::Url;
 use super::coordination::heartbeat::Heartbeats;
 use super::coordination::invalidation::{InvalidationSet, Publisher};
+use super::coordination::overrides::Overrides;
 use super::routing::{Seeds, Topology};
 use super::script::{ClockSource, FORMAT, Script, format_mark};
 use crate::clock::SystemClock;
@@ -254,6 +255,7 @@ impl Builder {
         Ok(RedisStore {
             publisher: Arc::new(Publisher::new(InvalidationSet::new(&topology, &self.prefix))),
             heartbeats: Heartbeats::new(&topology, &self.prefix, &format_mark),
+            overrides: Overrides::new(&topology, &self.prefix),
             dispatcher: Arc::new(Dispatcher {
                 clock: SystemClock::new(),
                 topology,

@@ -1,7 +1,9 @@
-//! Calls that no decision waits for: invalidations, heartbeats, and checks of nodes that fail.
+//! Calls that no decision waits for: invalidations, heartbeats, overrides, and checks of nodes that
+//! fail.
 
 pub(super) mod heartbeat;
 pub(super) mod invalidation;
+pub(super) mod overrides;
 pub(super) mod probe;
 
 /// Returns an internal key. It cannot be a user's key, in which percent signs are escaped.

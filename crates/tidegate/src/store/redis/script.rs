@@ -1,5 +1,6 @@
 //! [`Script`]: decide.lua with the files that it includes, with holds and calendars and without,
-//! heartbeat.lua and invalidation.lua, each with the server's clock and with an estimated one.
+//! heartbeat.lua, invalidation.lua and overrides.lua, each with the server's clock and with an
+//! estimated one.
 
 use std::sync::LazyLock;
 
@@ -62,6 +63,7 @@ pub enum ClockSource {
 const DECIDE: &str = include_str!("script/decide.lua");
 const HEARTBEAT: &str = include_str!("coordination/heartbeat.lua");
 const INVALIDATION: &str = include_str!("coordination/invalidation.lua");
+const OVERRIDES: &str = include_str!("coordination/overrides.lua");
 /// Files that decide.lua includes, by name: general.lua before those that it includes itself.
 const INCLUDED: [(&str, &str); 14] = [
     CLOCK,
@@ -97,15 +99,19 @@ const CALENDARS: [(&str, &str); 2] = [
 const CLOCK: (&str, &str) = ("clock.lua", include_str!("script/clock.lua"));
 const ESTIMATED_CLOCK: &str = include_str!("script/clock.estimated.lua");
 const ESTIMATED_EXPIRY: &str = include_str!("script/expiry.estimated.lua");
-/// The time in heartbeat.lua and invalidation.lua, and the same from the last argument.
+/// The time in scripts of coordination, and the same from the last argument.
 const TIME: &str = "redis.call('TIME')";
 const TIME_ARGUMENT: &str = "{string.match(ARGV[#ARGV], '^(%d+) (%d+)$')}";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
 /// Number of scripts.
-pub(super) const SCRIPT_COUNT: usize = 20;
-/// decide.lua in both modes, with each set of parts, then heartbeat.lua and invalidation.lua; then all
-/// of them with an estimated clock.
+pub(super) const SCRIPT_COUNT: usize = 2 * (DECIDE_COUNT + OWN.len());
+/// Variants of decide.lua: in both modes, with each set of parts.
+const DECIDE_COUNT: usize = 8;
+/// Scripts of the store's own keys.
+const OWN: [&str; 3] = [HEARTBEAT, INVALIDATION, OVERRIDES];
+/// The variants of decide.lua, then the scripts of own keys; then all of them with an estimated
+/// clock.
 static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
     let mut texts = Vec::with_capacity(SCRIPT_COUNT / 2);
     for (calendars, holds) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -113,7 +119,7 @@ static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
         let cross_slot = format!("{CROSS_SLOT}{text}");
         texts.extend([text, cross_slot]);
     }
-    texts.extend([HEARTBEAT, INVALIDATION].map(str::to_owned));
+    texts.extend(OWN.map(str::to_owned));
     std::array::from_fn(|index| {
         let text = &texts[index % texts.len()];
         let text = if index < texts.len() {
@@ -146,12 +152,17 @@ impl Script {
 
     /// Returns heartbeat.lua.
     pub(super) fn heartbeat() -> &'static Self {
-        &SCRIPTS[SCRIPT_COUNT / 2 - 2]
+        &SCRIPTS[DECIDE_COUNT]
     }
 
     /// Returns invalidation.lua.
     pub(super) fn invalidation() -> &'static Self {
-        &SCRIPTS[SCRIPT_COUNT / 2 - 1]
+        &SCRIPTS[DECIDE_COUNT + 1]
+    }
+
+    /// Returns overrides.lua.
+    pub(super) fn overrides() -> &'static Self {
+        &SCRIPTS[DECIDE_COUNT + 2]
     }
 
     /// Returns its index, below [`SCRIPT_COUNT`].
@@ -231,7 +242,7 @@ mod tests {
             [Script::decide(KeyMode::Declared, parts), cross_slot]
         });
         let mut scripts = scripts.concat();
-        scripts.extend([Script::heartbeat(), Script::invalidation()]);
+        scripts.extend([Script::heartbeat(), Script::invalidation(), Script::overrides()]);
         for (index, script) in scripts.iter().enumerate() {
             assert_eq!(script.index(), index);
         }

@@ -3,6 +3,7 @@
 -- KEYS   1  sorted set of instances: score = time of the heartbeat in microseconds of the server's
 --           clock, plus the part of the instance's silence timeout that is beyond the shortest
 --        2  version of the set: a random token, replaced whenever an instance joins or expires
+--        3  version of the overrides, if the caller wants it
 -- ARGV   1  the instance
 --        2  shortest silence timeout, after which an instance is removed, in microseconds
 --        3  silence timeout per instance of the fleet: a larger fleet sends heartbeats less often
@@ -11,8 +12,9 @@
 --        6  version that the caller knows; empty for none
 --        7  a random token, for a new version
 --        8  maximum number of instances to return; 0 for none
--- reply  the version and, if it is not the caller's, the instances in no particular order; the list
---        may omit the caller if there are more than the maximum
+-- reply  the version; if it is not the caller's, the instances in no particular order, or else nil;
+--        the version of the overrides, '' without any, or nil. The list may omit the caller if
+--        there are more than the maximum
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -45,7 +47,8 @@ if thorough or joined > 0 then redis.call('PEXPIREAT', KEYS[1], expires_at) end
 -- Instances of an earlier version do not replace the token, so the version includes the size.
 local version = token .. ':' .. (members + joined)
 local max_listed = tonumber(ARGV[8])
-if version == ARGV[6] or max_listed == 0 then
-  return {version}
+local list = false
+if version ~= ARGV[6] and max_listed > 0 then
+  list = redis.call('ZRANGE', KEYS[1], 0, max_listed - 1)
 end
-return {version, redis.call('ZRANGE', KEYS[1], 0, max_listed - 1)}
+return {version, list, KEYS[3] and (redis.call('GET', KEYS[3]) or '')}

@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use tokio::sync::watch;
+
 use super::internal_key;
+use super::overrides::version_key;
 use crate::random::random_u64;
 use crate::store::redis::client::resp::{Command, Value};
 use crate::store::redis::routing::Topology;
@@ -35,6 +38,8 @@ pub(crate) struct Heartbeats {
     last: Mutex<Option<Arc<Listed>>>,
     /// Whether an instance of another format was logged.
     logged_format: AtomicBool,
+    /// Version of the overrides that the last heartbeat returned, if there is a receiver.
+    pub(crate) overrides: watch::Sender<Option<String>>,
 }
 
 struct Listed {
@@ -60,6 +65,7 @@ impl Heartbeats {
             format_mark: format_mark.to_owned(),
             last: Mutex::default(),
             logged_format: AtomicBool::new(false),
+            overrides: watch::Sender::new(None),
         }
     }
 
@@ -81,14 +87,28 @@ impl Heartbeats {
             if mark.is_empty() { instance.to_owned() } else { format!("{instance}%{mark}") };
         let token = format!("{:016x}{:016x}", random_u64(), random_u64());
         let longest = silence_timeout(MAX_INSTANCES);
-        let arguments = Command::new("2").arg(&key).arg(&version_key).arg(&member);
+        let wants_overrides = self.overrides.receiver_count() > 0;
+        let keys = Command::new(if wants_overrides { "3" } else { "2" });
+        let mut arguments = keys.arg(&key).arg(&version_key);
+        if wants_overrides {
+            arguments = arguments.arg(self::version_key(&self.prefix));
+        }
+        let arguments = arguments.arg(&member);
         let arguments = arguments.arg(silence_timeout(1).to_string());
         let arguments = arguments.arg((longest / MAX_INSTANCES as u64).to_string());
         let arguments = arguments.arg(longest.to_string()).arg(size.to_string());
         let arguments = arguments.arg(cached.as_ref().map_or("", |cached| &cached.version));
         let arguments = arguments.arg(&token).arg(max_listed.to_string());
         let call = OwnCall { script: Script::heartbeat(), key: &key, arguments, needs_time: true };
-        let (version, listed) = call.run(self.topology.state(), read_reply).await?;
+        let Reply { version, listed, overrides } =
+            call.run(self.topology.state(), read_reply).await?;
+        if overrides.is_some() {
+            self.overrides.send_if_modified(|known| {
+                let is_new = *known != overrides;
+                known.clone_from(&overrides);
+                is_new
+            });
+        }
         let mut instances = match listed {
             Some(members) => {
                 let mut instances: Vec<String> =
@@ -139,16 +159,23 @@ fn silence_timeout(instances: usize) -> u64 {
     crate::clock::micros(timeout)
 }
 
-/// Returns the version, and the list if there is one.
-fn read_reply(reply: Value) -> Result<(String, Option<Vec<String>>), StoreError> {
+struct Reply {
+    version: String,
+    listed: Option<Vec<String>>,
+    /// Version of the overrides, if it was wanted.
+    overrides: Option<String>,
+}
+
+fn read_reply(reply: Value) -> Result<Reply, StoreError> {
     let unexpected = || StoreError::Refused("unexpected reply of the heartbeat script".to_owned());
     let Value::Array(parts) = reply else { return Err(unexpected()) };
     let text = |value: &Value| value.text().map(str::to_owned).ok_or_else(unexpected);
-    let instances = match parts.get(1) {
+    let listed = match parts.get(1) {
         Some(Value::Array(members)) => Some(members.iter().map(text).collect::<Result<_, _>>()?),
         _ => None,
     };
-    Ok((text(parts.first().ok_or_else(unexpected)?)?, instances))
+    let overrides = parts.get(2).and_then(Value::text).map(str::to_owned);
+    Ok(Reply { version: text(parts.first().ok_or_else(unexpected)?)?, listed, overrides })
 }
 
 #[cfg(test)]

@@ -1,0 +1,227 @@
+use std::collections::BTreeMap;
+
+use super::*;
+use crate::clock::ManualClock;
+use crate::decision::Source;
+use crate::limiter::Limiter;
+use crate::policy::{Cost, Mode, Policies, PolicyBuilder, PolicyDecision, PolicyLimiter, Query};
+use crate::store::memory::MemoryStore;
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+struct Setup {
+    limiter: PolicyLimiter,
+    clock: ManualClock,
+}
+
+/// Creates a limiter with the policy `p`: a fixed window of 10 by user, and 5 for bob.
+fn setup(change: impl FnOnce(PolicyBuilder) -> PolicyBuilder) -> Setup {
+    let clock = ManualClock::new();
+    let quota = |limit| Quota::fixed_window(limit, 10 * MINUTE).expect("valid");
+    let builder = Policy::builder("p", quota(10)).key(["header.x-user"]);
+    let policy = change(builder.override_for(["bob"], quota(5))).build().expect("valid");
+    let store = MemoryStore::builder().clock(clock.clone()).build();
+    let policies = Policies::new(vec![policy]).expect("valid");
+    Setup { limiter: PolicyLimiter::new(Limiter::new(store), policies), clock }
+}
+
+impl Setup {
+    fn policy(&self) -> &Policy {
+        self.limiter.policy("p").expect("known")
+    }
+
+    fn set(&self, key: &str, effect: OverrideEffect, time: Option<Duration>) {
+        let until = time.map(|time| self.limiter.limiter().now().saturating_add(time));
+        let key = self.policy().override_key(&[key]).expect("valid");
+        self.limiter.overrides().set("p", key, RuntimeOverride { effect, until });
+    }
+
+    fn set_limit(&self, key: &str, limit: u64, time: Duration) {
+        let quota = self.policy().overridden_quota(key, Some(limit), None, None).expect("valid");
+        self.set(key, OverrideEffect::Quota(Arc::new(quota)), Some(time));
+    }
+
+    /// Returns the decisions on a request of this user: limit, whether it is allowed, and source.
+    async fn acquire(&self, user: &str) -> Vec<(u64, bool, Source)> {
+        let request = BTreeMap::from([("header.x-user".to_owned(), user.to_owned())]);
+        let by_attributes = self.limiter.decide(Action::Peek, Query::attributes(&request)).await;
+        let by_attributes = shown(&by_attributes.expect("decided"));
+        let by_name = self.limiter.acquire(Query::policy("p", user)).await.expect("decided");
+        assert_eq!(by_attributes, shown(&by_name), "both forms of a query see the same");
+        by_attributes
+    }
+
+    async fn limit(&self, user: &str) -> u64 {
+        self.acquire(user).await[0].0
+    }
+}
+
+fn shown(decisions: &crate::policy::PolicyDecisions<'_>) -> Vec<(u64, bool, Source)> {
+    let made = decisions.iter().map(PolicyDecision::decision);
+    made.map(|made| (made.limit, made.allowed, made.source)).collect()
+}
+
+#[tokio::test]
+async fn key_comes_before_all_keys_before_the_file_before_the_policy() {
+    let it = setup(|policy| policy);
+    assert_eq!([it.limit("ann").await, it.limit("bob").await], [10, 5]);
+    it.set_limit("*", 3, MINUTE);
+    assert_eq!([it.limit("ann").await, it.limit("bob").await], [3, 3]);
+    it.set_limit("bob", 100, 2 * MINUTE);
+    assert_eq!([it.limit("ann").await, it.limit("bob").await], [3, 100]);
+    it.clock.advance(MINUTE.saturating_sub(Duration::from_micros(1)));
+    assert_eq!(it.limit("ann").await, 3);
+    it.clock.advance(Duration::from_micros(1));
+    assert_eq!([it.limit("ann").await, it.limit("bob").await], [10, 100], "that of all has ended");
+    it.limiter.overrides().remove("p", &it.policy().override_key(&["bob"]).expect("valid"));
+    assert_eq!(it.limit("bob").await, 5);
+    it.limiter.overrides().remove("p", &OverrideKey::ALL);
+    assert!(it.limiter.overrides().is_empty());
+}
+
+#[tokio::test]
+async fn counts_stay_when_a_limit_rises_and_falls() {
+    let it = setup(|policy| policy);
+    for _ in 0..10 {
+        assert!(it.limiter.acquire(Query::policy("p", "ann")).await.expect("ok").is_allowed());
+    }
+    let remaining = async || {
+        let decisions = it.limiter.acquire(Query::policy("p", "ann")).await.expect("decided");
+        decisions.binding().map(|entry| (entry.decision().allowed, entry.decision().remaining))
+    };
+    assert_eq!(remaining().await, Some((false, 0)));
+    it.set_limit("ann", 12, MINUTE);
+    assert_eq!(remaining().await, Some((true, 1)), "ten of twelve were used");
+    it.set_limit("ann", 11, MINUTE);
+    assert_eq!(remaining().await, Some((false, 0)));
+    it.clock.advance(MINUTE);
+    assert_eq!(remaining().await, Some((false, 0)), "eleven of ten are used");
+}
+
+#[tokio::test]
+async fn unlimited_key_is_not_counted_and_the_denial_of_a_blocked_one_has_its_wait() {
+    let it = setup(|policy| policy);
+    it.set("ann", OverrideEffect::Unlimited, Some(MINUTE));
+    for _ in 0..20 {
+        assert_eq!(it.acquire("ann").await, []);
+    }
+    it.set("*", OverrideEffect::Block, Some(2 * MINUTE));
+    assert_eq!(it.acquire("ann").await, [], "that of the key comes first");
+    let blocked = it.limiter.acquire(Query::policy("p", "bob")).await.expect("decided");
+    let denial = blocked.denied_by().expect("blocked");
+    assert_eq!(denial.decision().retry_after, 2 * MINUTE);
+    assert_eq!((denial.key(), denial.missing_key()), (Some("bob"), None));
+    assert_eq!(it.acquire("bob").await, [(10, false, Source::Override)]);
+    it.clock.advance(MINUTE);
+    assert_eq!(it.acquire("ann").await, [(10, false, Source::Override)]);
+    it.set("*", OverrideEffect::Block, None);
+    it.clock.advance(1_000 * MINUTE);
+    let blocked = it.limiter.acquire(Query::policy("p", "ann")).await.expect("decided");
+    assert_eq!(blocked.denied_by().map(|it| it.decision().retry_after), Some(Duration::ZERO));
+    it.limiter.overrides().remove("p", &OverrideKey::ALL);
+    assert_eq!(it.acquire("ann").await, [(10, true, Source::Store)], "nothing was counted");
+}
+
+#[tokio::test]
+async fn shadow_policy_that_blocks_denies_nothing() {
+    let it = setup(|policy| policy.mode(Mode::Shadow));
+    it.set("*", OverrideEffect::Block, None);
+    let decisions = it.limiter.acquire(Query::policy("p", "ann")).await.expect("decided");
+    assert!(decisions.is_allowed() && !decisions.iter().all(|it| it.decision().allowed));
+}
+
+#[tokio::test]
+async fn refund_of_a_raised_limit_keeps_the_rest_of_its_level() {
+    let it = setup(|policy| policy);
+    let minute = Quota::token_bucket(10, MINUTE).expect("valid");
+    let policy = Policy::builder("p", minute).key(["header.x-user"]).build().expect("valid");
+    let clock = it.clock.clone();
+    let store = MemoryStore::builder().clock(clock.clone()).build();
+    let policies = Policies::new(vec![policy]).expect("valid");
+    let it = Setup { limiter: PolicyLimiter::new(Limiter::new(store), policies), clock };
+    it.set_limit("ann", 1_000, MINUTE);
+    let charged_at = it.limiter.limiter().now();
+    let query = Query::policy("p", "ann").with_cost(500);
+    assert!(it.limiter.acquire(query).await.expect("decided").is_allowed());
+    let refund = Query::policy("p", "ann").with_cost(1).with_charged_at(charged_at);
+    let refunded = it.limiter.decide(Action::Refund, refund).await.expect("decided");
+    let remaining = refunded.binding().map(|it| it.decision().remaining);
+    assert_eq!(remaining, Some(501), "by the quota of 10 the level would be cut to 100");
+}
+
+#[tokio::test]
+async fn blocked_and_unlimited_keys_are_refunded_and_reported() {
+    let it = setup(|policy| policy);
+    let charged_at = it.limiter.limiter().now();
+    let query = || Query::policy("p", "ann");
+    assert!(it.limiter.acquire(query().with_cost(4)).await.expect("decided").is_allowed());
+    for effect in [OverrideEffect::Block, OverrideEffect::Unlimited] {
+        it.set("ann", effect, None);
+        let report = it.limiter.decide(Action::Report, query()).await.expect("decided");
+        assert_eq!(shown(&report), [(10, true, Source::Store)]);
+        let refund = query().with_cost(2).with_charged_at(charged_at);
+        assert_eq!(
+            it.limiter.decide(Action::Refund, refund).await.expect("decided").iter().count(),
+            1
+        );
+    }
+    it.limiter.overrides().remove("p", &it.policy().override_key(&["ann"]).expect("valid"));
+    let left = it.limiter.decide(Action::Peek, query()).await.expect("decided");
+    assert_eq!(left.binding().map(|it| it.decision().remaining), Some(7), "4 + 2 - 4, and this");
+}
+
+#[tokio::test]
+async fn longest_network_that_has_not_ended_applies() {
+    let quota = Quota::fixed_window(10, MINUTE).expect("valid");
+    let policy = Policy::builder("p", quota).key(["ip"]).build().expect("valid");
+    let clock = ManualClock::new();
+    let store = MemoryStore::builder().clock(clock.clone()).build();
+    let policies = Policies::new(vec![policy]).expect("valid");
+    let it = Setup { limiter: PolicyLimiter::new(Limiter::new(store), policies), clock };
+    it.set_limit("*", 1, 4 * MINUTE);
+    it.set_limit("10.0.0.0/8", 2, 3 * MINUTE);
+    it.set_limit("10.1.0.0/16", 3, 2 * MINUTE);
+    it.set_limit("10.1.1.1", 4, MINUTE);
+    it.set_limit("2001:db8::/32", 5, MINUTE);
+    it.set_limit("2001:db8:1::/64", 6, MINUTE);
+    let limit = async |ip: &str| {
+        let decisions = it.limiter.decide(Action::Peek, Query::policy("p", ip)).await;
+        decisions.expect("decided").binding().map(|it| it.decision().limit)
+    };
+    assert_eq!(limit("2001:db8:9::/64").await, Some(5));
+    assert_eq!(limit("2001:db8:1::/64").await, Some(6));
+    for expected in [4, 3, 2, 1, 10] {
+        assert_eq!(limit("10.1.1.1").await, Some(expected));
+        it.clock.advance(MINUTE);
+    }
+}
+
+#[test]
+fn overrides_are_validated_like_those_of_the_file() {
+    let it = setup(|policy| policy.cost(Cost::Fixed(3)));
+    let policy = it.policy();
+    let error = |limit, window, burst| {
+        let quota = policy.overridden_quota("ann", limit, window, burst);
+        quota.expect_err("invalid").to_string()
+    };
+    assert!(error(Some(0), None, None).contains("limit 0"));
+    assert!(error(Some(2), None, None).contains("cost 3 can never be admitted"));
+    assert!(error(None, Some(Duration::ZERO), None).contains("window"));
+    assert!(error(None, None, Some(5)).contains("burst"));
+    let numbers = |quota: &Quota| (quota.limit(), quota.window());
+    let quota = policy.overridden_quota("bob", None, Some(MINUTE), None).expect("valid");
+    assert_eq!(numbers(&quota), (5, MINUTE), "the limit of the file stays");
+    for key in [String::new(), "x".repeat(10_000)] {
+        assert!(policy.override_key(&[key]).is_err(), "no request has it");
+    }
+    let values = ["ann", "acme"];
+    assert!(policy.override_key(&values).expect_err("two").to_string().contains("only by"));
+
+    let quota = Quota::token_bucket(10, MINUTE).expect("valid").with_burst(30).expect("valid");
+    let quota = quota.with_block_for(&[MINUTE]).expect("valid");
+    let two = Policy::builder("p", quota).key(["header.a", "header.b"]).build().expect("valid");
+    let joined = two.override_key(&[r"x\|y|z"]).expect("valid");
+    assert_eq!(joined, two.override_key(&["x|y", "z"]).expect("valid"));
+    let quota = two.overridden_quota("x", Some(20), None, None).expect("valid");
+    assert_eq!((quota.limit(), quota.burst(), quota.block_for()), (20, 30, &[MINUTE][..]));
+}
