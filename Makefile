@@ -189,7 +189,7 @@ bench-instructions-renew: ## Rewrite bench/instructions/limits.txt; review and c
 # The same inside a real redis-server: what a decision costs Redis, of which there is only one core.
 # Another version of Redis has other counts; renew them then.
 COUNT_REDIS_INSTRUCTIONS = cargo test --workspace --locked --lib -- --ignored --nocapture \
-	decisions_in_redis_take_no_more_instructions
+	decisions_in_redis_take_no_more_instructions fleet_of_1000
 bench-redis-instructions: ## Count instructions of Redis per decision; fails 5 % above its limits.txt
 	$(COUNT_REDIS_INSTRUCTIONS)
 

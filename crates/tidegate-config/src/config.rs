@@ -73,6 +73,9 @@ pub struct Config {
     pub log_denials: Option<LogDenials>,
     /// Hash of the file and of Envoy's rules as they are written, before variables are replaced.
     pub hash: String,
+    /// Short hash of each section of the file, and of Envoy's rules. A hash is too short to find a
+    /// secret by trying values.
+    pub sections: BTreeMap<String, String>,
 }
 
 /// Sampling of the log lines of denied requests.
@@ -270,7 +273,15 @@ fn validate(
             max_per_second: raw.max_per_second.map_or(DEFAULT_DENIALS_PER_SECOND, Bounded::get),
         }),
         hash: key_hash::of(&[text, &rule_files.texts].concat()),
+        sections: section_hashes(document, &rule_files.texts),
     })
+}
+
+fn section_hashes(document: &Document<'_>, rules: &str) -> BTreeMap<String, String> {
+    let sections = document.without_variables().parse::<serde_json::Map<_, _>>();
+    let sections = sections.unwrap_or_default().into_iter();
+    let rules = (!rules.is_empty()).then(|| ("envoy.files".to_owned(), key_hash::short(rules)));
+    sections.map(|(name, value)| (name, key_hash::short(&value.to_string()))).chain(rules).collect()
 }
 
 /// Returns the TLS settings of the listeners, and the files that they were loaded from.

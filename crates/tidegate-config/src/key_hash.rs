@@ -9,6 +9,7 @@ use ring::digest::{SHA256, digest};
 const PREFIX: &str = "sha256:";
 /// Bytes of the hash that are shown: enough to distinguish the keys of one service.
 const SHOWN_BYTES: usize = 8;
+const SHORT_DIGITS: usize = 8;
 
 /// Returns the hash of a key.
 pub fn of(key: &str) -> String {
@@ -18,6 +19,13 @@ pub fn of(key: &str) -> String {
         let _ = write!(shown, "{byte:02x}");
     }
     shown
+}
+
+/// Returns a hash of eight digits: enough to see that a text has changed, and too short to find a
+/// secret by trying values.
+pub fn short(text: &str) -> String {
+    let hash = of(text);
+    hash[PREFIX.len()..PREFIX.len() + SHORT_DIGITS].to_owned()
 }
 
 /// Returns whether a text has the form of a hash.
@@ -31,6 +39,7 @@ mod tests {
     fn hash_is_the_start_of_the_sha_256() {
         // printf %s abc | sha256sum
         assert_eq!(super::of("abc"), "sha256:ba7816bf8f01cfea");
+        assert_eq!(super::short("abc"), "ba7816bf");
         assert!(super::is_hash("sha256:ba7816bf8f01cfea") && !super::is_hash("sha256:ba"));
     }
 }

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use tidegate_tools::cli::{
-    acquire, bench, config, doctor, health, hold, overrides, plan, simulate, top,
+    acquire, bench, config, doctor, events, fleet, health, hold, lookup, overrides, plan, reset,
+    simulate, top,
 };
 use tidegate_tools::tool::style;
 
@@ -35,6 +36,10 @@ enum AnyCommand {
     Plan(plan::PlanCommand),
     Top(top::TopCommand),
     Override(overrides::OverrideCommand),
+    Lookup(lookup::LookupCommand),
+    Reset(reset::ResetCommand),
+    Fleet(fleet::FleetCommand),
+    Events(events::EventsCommand),
     Health(health::HealthCommand),
     Completions(generate::CompletionsCommand),
     Man(generate::ManCommand),
@@ -55,6 +60,10 @@ impl CommandLine {
             AnyCommand::Plan(plan) => plan.run(),
             AnyCommand::Top(top) => top.run(),
             AnyCommand::Override(overrides) => overrides.run(),
+            AnyCommand::Lookup(lookup) => lookup.run(),
+            AnyCommand::Reset(reset) => reset.run(),
+            AnyCommand::Fleet(fleet) => fleet.run(),
+            AnyCommand::Events(events) => events.run(),
             AnyCommand::Health(health) => health.run(),
             AnyCommand::Completions(completions) => completions.run(),
             AnyCommand::Man(man) => man.run(),

@@ -53,6 +53,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
         &[
             ("metrics", &["auth", "logs"]),
             ("backend", &["logs", "metrics"]),
+            ("journal", &["config_summary", "metrics"]),
             ("forward_auth_parts", &["metrics"]),
             ("hot_keys", &["metrics"]),
             ("observer", &["backend", "hot_keys", "logs", "metrics"]),
@@ -62,8 +63,10 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
                 &[
                     "auth",
                     "backend",
+                    "config_summary",
                     "forward_auth_parts",
                     "hot_keys",
+                    "journal",
                     "logs",
                     "metrics",
                     "observer",
@@ -75,10 +78,21 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ("resp", &["api", "auth", "logs", "metrics", "observer", "overrides", "state"]),
             (
                 "admin",
-                &["api", "auth", "backend", "hot_keys", "logs", "metrics", "overrides", "state"],
+                &[
+                    "api",
+                    "auth",
+                    "backend",
+                    "config_summary",
+                    "hot_keys",
+                    "journal",
+                    "logs",
+                    "metrics",
+                    "overrides",
+                    "state",
+                ],
             ),
-            ("reload", &["logs", "state"]),
-            ("serve", &["admin", "api", "envoy", "metrics", "reload", "resp", "state"]),
+            ("reload", &["config_summary", "journal", "logs", "state"]),
+            ("serve", &["admin", "api", "envoy", "journal", "metrics", "reload", "resp", "state"]),
         ],
     ),
     (

@@ -83,7 +83,7 @@ fn schemathesis_confirms_the_description_of_the_admin_api() {
     let service = Service::start(POLICY);
     service.acquire(&json!({"policy": "per-user", "key": "u1"}));
     // A stream of events has no end.
-    check_description(&service.admin, 13, &["--exclude-path", "/v1/live"]);
+    check_description(&service.admin, 15, &["--exclude-path", "/v1/live"]);
 }
 
 /// Certificate authority.

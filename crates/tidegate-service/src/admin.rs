@@ -1,5 +1,5 @@
 //! Admin API and dashboard: health, metrics, status, history, policies, hot keys, look-up, reset,
-//! overrides.
+//! overrides, the fleet, events.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -22,6 +22,8 @@ use tidegate_config::{Scope, Token};
 use tidegate_net::listener::Peer;
 
 mod dashboard;
+mod events;
+mod fleet;
 mod health;
 mod history;
 mod hot_keys;
@@ -34,6 +36,7 @@ mod reset;
 mod sampler;
 mod status;
 
+pub(crate) use fleet::Fleet;
 pub(crate) use live::Live;
 
 const CROSS_ORIGIN_RESOURCE_POLICY: HeaderName =
@@ -59,6 +62,7 @@ pub(crate) struct Admin {
     pub ready: Arc<AtomicBool>,
     pub guard: Arc<BrowserGuard>,
     pub live: Arc<Live>,
+    pub fleet: Arc<Fleet>,
 }
 
 impl Admin {
@@ -89,6 +93,8 @@ pub(crate) fn router(admin: Admin) -> Router {
         .route("/v1/live", get(live::handle))
         .route("/v1/policies", get(policies::handle))
         .route("/v1/hot-keys", get(hot_keys::handle))
+        .route("/v1/fleet", get(fleet::view::handle))
+        .route("/v1/events", get(events::handle))
         .route("/v1/lookup", get(lookup::handle))
         .route("/v1/reset", post(reset::handle))
         .route("/v1/overrides", put(overrides::set).get(overrides::list).delete(overrides::remove))

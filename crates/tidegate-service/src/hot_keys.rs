@@ -47,7 +47,7 @@ pub struct HotKeys {
 }
 
 /// Key that was seen at most `count` times and at least `count - error` times.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema)]
 pub struct HotKey {
     pub policy: String,
     pub key: String,

@@ -11,6 +11,7 @@ mod admin;
 pub mod api;
 mod auth;
 mod backend;
+mod config_summary;
 mod envoy;
 mod forward_auth_parts;
 #[cfg(test)]
@@ -18,6 +19,7 @@ mod forward_auth_parts;
 #[allow(dead_code, reason = "other crates use more of it")]
 mod fuzz;
 mod hot_keys;
+mod journal;
 pub mod logs;
 pub mod metrics;
 mod observer;

@@ -389,7 +389,8 @@ pub fn write_gauges(
     write_family(text, "gauge", name_and_label, help, values);
 }
 
-fn write_family(
+/// Writes a metric for each value of a label.
+pub fn write_family(
     text: &mut String,
     kind: &str,
     (name, label): (&str, &str),

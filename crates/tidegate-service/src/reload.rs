@@ -17,6 +17,8 @@ use tokio::sync::mpsc;
 
 use changes::{Changes, Contents};
 
+use crate::config_summary::ConfigChange;
+use crate::journal::{EventKind, bounded};
 use crate::logs::panics;
 use crate::state::{ReloadError, ServerState};
 use tidegate_config::{self, Config, StoreConfig, rule_files};
@@ -179,10 +181,15 @@ impl ConfigWatcher {
                 }
                 (self.warn)(&config);
                 config.log_warnings();
-                state.reload(config);
+                let config_hash = config.hash.clone();
+                let mut changes = state.reload(config);
                 state.metrics.count_reload(true);
-                state.reloads.succeeded(pending);
-                self.log_changes();
+                state.reloads.succeeded(pending.clone());
+                changes.extend(self.log_changes().map(ConfigChange::of_files));
+                state.journal.record(EventKind::Reloaded { config_hash, changes });
+                if !pending.is_empty() {
+                    state.journal.record(EventKind::RestartPending { sections: pending });
+                }
             }
             Err(error) => {
                 state.metrics.count_reload(false);
@@ -190,13 +197,15 @@ impl ConfigWatcher {
                     %error,
                     "reloading the configuration failed, keeping the current one"
                 );
+                state.journal.record(EventKind::ReloadFailed { error: bounded(error.to_string()) });
                 state.reloads.failed(error);
             }
         }
     }
 
-    /// Logs what differs from the configuration before, which this one replaces.
-    fn log_changes(&mut self) {
+    /// Logs what differs from the configuration before, which this one replaces. Returns the names
+    /// of the other files that changed.
+    fn log_changes(&mut self) -> Option<String> {
         let applied = self.loaded_files();
         let changes = Changes::between(self.source.file.as_deref(), &self.applied, &applied);
         self.applied = applied;
@@ -209,6 +218,7 @@ impl ConfigWatcher {
             files = changes.files,
             "configuration reloaded"
         );
+        changes.files
     }
 
     /// Returns the files with their contents just before the last load.

@@ -14,9 +14,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::admin::{self, Admin, Live};
+use crate::admin::{self, Admin, Fleet, Live};
 use crate::api::browser::BrowserGuard;
 use crate::envoy::{Envoy, RejectionCounters};
+use crate::journal::{self, EventKind};
 use crate::metrics::stalls;
 use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::{Resp, RespShared};
@@ -172,6 +173,7 @@ pub struct Service {
     pub admin_address: ListenAddress,
     admin_stop: watch::Sender<bool>,
     admin: JoinHandle<()>,
+    fleet: Arc<Fleet>,
     /// Redis protocol, if it is enabled.
     pub resp_address: Option<ListenAddress>,
     rejections: Arc<RejectionCounters>,
@@ -199,6 +201,10 @@ impl Service {
         let resp_address = resp_listener.as_ref().map(Socket::address).transpose()?;
         let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
+        state.journal.set_instance(&instance_name(&admin_address));
+        let config_hash = state.active_guard().hash.clone();
+        let version = env!("CARGO_PKG_VERSION");
+        state.journal.record(EventKind::Started { version, config_hash });
         if let Some(file) = &source.file {
             state.reloads.set_file(file.clone());
         }
@@ -221,9 +227,11 @@ impl Service {
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);
         let live = Live::start(&state, admin_stopped.clone());
+        let fleet = Fleet::start(&state, &live);
         let router = {
-            let (state, ready) = (Arc::clone(&state), Arc::clone(&ready));
-            admin::router(Admin { state, ready, guard, live })
+            let (state, ready, fleet) =
+                (Arc::clone(&state), Arc::clone(&ready), Arc::clone(&fleet));
+            admin::router(Admin { state, ready, guard, live, fleet })
         };
         let admin_tls = {
             let state = Arc::clone(&state);
@@ -259,6 +267,7 @@ impl Service {
             admin_address,
             admin_stop,
             admin,
+            fleet,
             resp_address,
             rejections,
             resp,
@@ -274,6 +283,8 @@ impl Service {
         signals.next().await;
         self.ready.store(false, Ordering::Relaxed);
         let _ = self.unready.send(true);
+        let uptime_ms = tidegate_api::duration::millis(self.state.started().0.elapsed());
+        self.state.journal.record(EventKind::Stopping { uptime_ms });
         if !self.shutdown_delay.is_zero() {
             tracing::info!(
                 delay = ?self.shutdown_delay,
@@ -297,10 +308,21 @@ impl Service {
             // future is boxed because its type nests all stores.
             let settle = Box::pin(redis.fallback().settle());
             let _ = tokio::time::timeout(SETTLE_TIMEOUT, settle).await;
+            let events = self.fleet.publish_events(&self.state);
+            let _ = tokio::time::timeout(SETTLE_TIMEOUT, events).await;
         }
         let _ = self.admin_stop.send(true);
         let _ = self.admin.await;
         tracing::info!("stopped");
+    }
+}
+
+/// Returns the name of an instance: its host and the port, or path, of its admin listener.
+fn instance_name(admin: &ListenAddress) -> String {
+    let host = journal::host_name();
+    match admin {
+        ListenAddress::Tcp(address) => format!("{host}:{}", address.port()),
+        ListenAddress::Unix(path) => format!("{host}:{}", path.display()),
     }
 }
 

@@ -13,8 +13,10 @@ use tidegate::{
 
 use crate::auth::AuthListener;
 use crate::backend::Backend;
+use crate::config_summary::{ConfigChange, ConfigSummary};
 use crate::forward_auth_parts::UsedParts;
 use crate::hot_keys::{self, HotKeys};
+use crate::journal::{EventKind, Journal};
 use crate::logs::{self, DenialLog};
 use crate::metrics::{Metrics, MetricsSection};
 use crate::observer::DecisionObserver;
@@ -42,6 +44,7 @@ pub struct ServerState {
     started_at: SystemTime,
     pub reloads: ReloadHistory,
     pub overrides: Arc<Overrides>,
+    pub journal: Arc<Journal>,
 }
 
 /// Reverse proxy of this process, as the admin API shows it.
@@ -65,6 +68,8 @@ pub struct ActiveConfig {
     pub partition_keys: bool,
     pub tokens: Tokens,
     pub hash: String,
+    pub summary: ConfigSummary,
+    journal: Arc<Journal>,
 }
 
 /// Client that changes counts, for the log.
@@ -102,7 +107,8 @@ impl ServerState {
     fn new(config: Config, backend: Arc<Backend>, metrics: Arc<Metrics>) -> Self {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
         let limiter = Limiter::new(Arc::clone(&backend));
-        let active = ActiveConfig::new(config, limiter, &metrics, &hot_keys);
+        let journal = Arc::new(Journal::default());
+        let active = ActiveConfig::new(config, limiter, &metrics, &hot_keys, &journal);
         let overrides = Arc::new(Overrides::new(&backend));
         overrides.activate(&active.limiter);
         metrics.register(Arc::clone(&overrides) as Arc<dyn MetricsSection>);
@@ -110,7 +116,19 @@ impl ServerState {
         let started_at = SystemTime::now();
         let reloads = ReloadHistory::new(started_at);
         metrics.register(Arc::clone(&backend) as Arc<dyn MetricsSection>);
-        Self { active, backend, metrics, hot_keys, proxy, started, started_at, reloads, overrides }
+        metrics.register(Arc::clone(&journal) as Arc<dyn MetricsSection>);
+        Self {
+            active,
+            backend,
+            metrics,
+            hot_keys,
+            proxy,
+            started,
+            started_at,
+            reloads,
+            overrides,
+            journal,
+        }
     }
 
     /// Shows the gateway in the admin API.
@@ -123,12 +141,16 @@ impl ServerState {
         self.proxy.get()
     }
 
-    /// Activates a new configuration. The counts and the overrides stay.
-    pub fn reload(&self, config: Config) {
-        let limiter = self.active_guard().limiter.limiter().clone();
-        let active = ActiveConfig::new(config, limiter, &self.metrics, &self.hot_keys);
+    /// Activates a new configuration, and returns what it changes. The counts and the overrides stay.
+    pub fn reload(&self, config: Config) -> Vec<ConfigChange> {
+        let before = self.active();
+        let limiter = before.limiter.limiter().clone();
+        let active =
+            ActiveConfig::new(config, limiter, &self.metrics, &self.hot_keys, &self.journal);
         self.overrides.activate(&active.limiter);
+        let changes = before.summary.changes_to(&active.summary);
         self.active.store(Arc::new(active));
+        changes
     }
 
     /// Returns the token of a request if it has one of these scopes. A wrong token is counted.
@@ -178,7 +200,9 @@ impl ActiveConfig {
         limiter: Limiter<Arc<Backend>>,
         metrics: &Arc<Metrics>,
         hot_keys: &Arc<HotKeys>,
+        journal: &Arc<Journal>,
     ) -> Self {
+        let summary = ConfigSummary::new(&config);
         let backend = limiter.store();
         let rules = config.envoy.rules.rules().map(|rule| (rule.path.as_str(), rule.show_keys()));
         let policies = config.policies.iter().map(|policy| (policy.name(), policy.show_keys()));
@@ -207,6 +231,8 @@ impl ActiveConfig {
             partition_keys: config.partition_keys,
             tokens: config.tokens,
             hash: config.hash,
+            summary,
+            journal: Arc::clone(journal),
         }
     }
 
@@ -281,8 +307,13 @@ impl ActiveConfig {
         Ok(())
     }
 
-    /// Logs who has reset a count.
+    /// Logs and records who has reset a count.
     pub fn log_reset(&self, caller: &Caller, policy: &str, key: &str) {
+        self.journal.record(EventKind::Reset {
+            policy: policy.to_owned(),
+            key: self.shown_key(policy, key.to_owned()),
+            by: caller_name(caller),
+        });
         tracing::info!(
             peer = %caller.peer,
             token = caller.token.as_deref().map(Token::name),
@@ -313,12 +344,21 @@ impl ActiveConfig {
         key: &str,
         set: Option<&OverrideBody>,
     ) {
+        let key = self.shown_override_key(policy, key);
+        let limits = set.and_then(|it| serde_json::to_string(&it.stored.limits).ok());
+        self.journal.record(EventKind::Override {
+            policy: policy.to_owned(),
+            key: key.clone(),
+            by: caller_name(caller),
+            limits: limits.clone(),
+            reason: set.map(|it| it.stored.author.reason.clone()),
+        });
         tracing::info!(
             peer = %caller.peer,
             token = caller.token.as_deref().map(Token::name),
             policy,
-            key = self.shown_override_key(policy, key),
-            limits = set.and_then(|it| serde_json::to_string(&it.stored.limits).ok()),
+            key,
+            limits,
             until_ms = set.and_then(|it| it.until_ms),
             reason = set.map(|it| &it.stored.author.reason),
             "override {}", if set.is_some() { "set" } else { "removed" }
@@ -339,4 +379,10 @@ impl ActiveConfig {
         let overrides = units.filter_map(|unit| Limit::new(algorithm, 1, 1, unit).ok());
         rules.map(|rule| rule.limit.clone()).chain(overrides).collect()
     }
+}
+
+/// Returns the name of the caller's token, or the address.
+fn caller_name(caller: &Caller) -> String {
+    let token = caller.token.as_deref().map(|token| token.name().to_owned());
+    token.unwrap_or_else(|| caller.peer.to_string())
 }

@@ -7,6 +7,8 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use clap::Args;
 use clap::builder::FalseyValueParser;
+use serde::Deserialize as _;
+use serde_json::Value;
 use tidegate_config::duration;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -16,7 +18,7 @@ use self::data::{Lookup, View};
 use self::events::ServerEvent;
 use self::line::{DIM, PLAIN, ScreenLine};
 use self::terminal::{KeyPress, Screen};
-use crate::tool::style;
+use crate::tool::{output, style};
 
 mod client;
 mod data;
@@ -25,7 +27,7 @@ mod events;
 mod line;
 mod sections;
 mod terminal;
-mod text;
+pub(crate) mod text;
 
 pub(crate) use client::AdminClient;
 
@@ -33,6 +35,9 @@ pub(crate) use client::AdminClient;
 const RECONNECT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for the first events, which the service sends at once or within a second.
 const FIRST_EVENTS_TIMEOUT: Duration = Duration::from_secs(10);
+const FLEET: &str = "/v1/fleet";
+/// Time between two requests for the state of the fleet, which is read from Redis.
+const FLEET_INTERVAL: Duration = Duration::from_secs(3);
 /// Maximum length of a key to look up.
 const MAX_KEY_CHARS: usize = 1_024;
 /// Width of a block in a pipe.
@@ -71,6 +76,8 @@ impl TopOptions {
 enum Update {
     Event(ServerEvent),
     Lost(String),
+    /// Answer about all instances.
+    Fleet(Value),
     /// Answer for this key.
     LookedUp(String, Result<Lookup, String>),
 }
@@ -84,9 +91,14 @@ pub(crate) async fn run(client: AdminClient, options: TopOptions) -> anyhow::Res
     let first = timeout(FIRST_EVENTS_TIMEOUT, read_first(&mut stream, &mut view)).await;
     first.with_context(|| format!("no data within {FIRST_EVENTS_TIMEOUT:?}"))??;
     if options.once {
+        // A service of an earlier release does not know its fleet.
+        if let Ok(fleet) = client.get_json(FLEET).await {
+            view.set_fleet(fleet);
+        }
         return print(&view, options);
     }
     let (sender, updates) = mpsc::channel(64);
+    tokio::spawn(follow_fleet(Arc::clone(&client), sender.clone()));
     tokio::spawn(follow(Arc::clone(&client), stream, sender.clone()));
     if options.json || !terminal::can_draw() {
         print_blocks(view, updates, options).await
@@ -105,6 +117,18 @@ async fn read_first(stream: &mut EventStream, view: &mut View) -> anyhow::Result
         }
     }
     Ok(())
+}
+
+/// Sends the state of the fleet from time to time.
+async fn follow_fleet(client: Arc<AdminClient>, sender: mpsc::Sender<Update>) {
+    loop {
+        if let Ok(fleet) = client.get_json(FLEET).await
+            && sender.send(Update::Fleet(fleet)).await.is_err()
+        {
+            return;
+        }
+        tokio::time::sleep(FLEET_INTERVAL).await;
+    }
 }
 
 /// Sends the events of the stream, and connects again when it is lost.
@@ -158,6 +182,20 @@ fn print(view: &View, options: TopOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Prints the answer of a look-up.
+pub(crate) fn print_lookup(body: &Value, json: Option<String>) -> anyhow::Result<()> {
+    let lookup = Lookup::deserialize(body).context("not an answer of Tidegate")?;
+    output::print(json, |output| {
+        for line in sections::looked_up(&lookup, BLOCK_COLUMNS) {
+            let mut text = String::new();
+            line.write(&mut text, usize::MAX, true);
+            writeln!(output, "{text}")?;
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
 /// Prints a block per interval, for a pipe.
 async fn print_blocks(
     mut view: View,
@@ -183,6 +221,7 @@ async fn print_blocks(
                     }
                     view.lost = Some(error);
                 }
+                Some(Update::Fleet(fleet)) => view.set_fleet(fleet),
                 Some(Update::LookedUp(..)) => {}
                 None => bail!("the connection ended"),
             },
@@ -269,6 +308,10 @@ impl ScreenSession {
             Update::Lost(error) => {
                 self.view.lost = Some(error);
                 Ok(true)
+            }
+            Update::Fleet(fleet) => {
+                self.view.set_fleet(fleet);
+                Ok(false)
             }
             Update::LookedUp(key, result) => {
                 self.is_looking_up = false;

@@ -9,7 +9,7 @@
 //! | `sliding-log` | `sliding_log.rs` | `sliding_log.lua`, and `sliding_log_packed.lua` |
 //! | `sliding-counter` | `sliding_counter.rs` | `sliding_counter.lua`, in both encodings |
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
-//! | the same with a calendar | `fixed_window.rs` | `calendar.lua`, before it |
+//! | the same with a calendar | `calendar_window.rs` | `calendar.lua`, before `fixed_window.lua` |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
 //! | `block_for`, with any of them | `block.rs` | `block.lua` |
 //!
@@ -27,6 +27,7 @@ use crate::enum_names::enum_names;
 
 mod block;
 mod bucket;
+mod calendar_window;
 mod fixed_window;
 #[cfg(feature = "redis")]
 mod grants;
@@ -37,6 +38,7 @@ mod sliding_log;
 
 pub(crate) use block::Block;
 pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW, Parts};
+pub(crate) use calendar_window::CalendarWindow;
 pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{CounterSnapshot, Grants};

@@ -209,11 +209,18 @@ fn push_policy(text: &mut String, separator: &str, policy: &str, quota: &Quota) 
         return;
     }
     text.push_str(";w=");
-    let window = match quota.calendar() {
-        None => quota.drain_micros().div_ceil(1_000_000),
-        Some(_) => seconds(quota.window_at(wall_clock())),
-    };
-    push_number(text, window);
+    let has_calendar = quota.calendar().is_some();
+    push_number(text, if has_calendar { period(quota) } else { drain_seconds(quota) });
+}
+
+fn drain_seconds(quota: &Quota) -> u64 {
+    quota.drain_micros().div_ceil(1_000_000)
+}
+
+/// Returns the seconds of the current period of a calendar.
+#[cold]
+fn period(quota: &Quota) -> u64 {
+    seconds(quota.window_at(wall_clock()))
 }
 
 /// Appends the start of an item of `ratelimit`, up to the number of units left.

@@ -1,6 +1,5 @@
 //! [`Quota`]: an algorithm with its limit, window and options, validated when it is created.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -598,16 +597,11 @@ impl Quota {
         &self.parameters
     }
 
-    /// Returns the numbers at a time: those of a calendar have the period that has this time.
+    /// Returns this quota with the numbers of the period that has this time, if it has a calendar.
     #[inline]
-    pub(crate) fn parameters_at(&self, now: u64) -> Cow<'_, Parameters> {
-        match self.calendar() {
-            None => Cow::Borrowed(&self.parameters),
-            Some(calendar) => {
-                let (start, end) = calendar.span_at(now);
-                Cow::Owned(self.parameters.in_period(start, end))
-            }
-        }
+    pub(crate) fn in_period_at(&self, now: u64) -> Option<Self> {
+        let (start, end) = self.calendar()?.span_at(now);
+        Some(Self { parameters: self.parameters.in_period(start, end), ..self.clone() })
     }
 
     /// Returns the window; for a calendar, an upper bound of its periods.

@@ -143,7 +143,7 @@ describe('dashboard', {concurrency: true}, () => {
       const log = 'time,path,header.x-user-id\n1,/,ann\n2,/,ann\n3,/,ben\n';
       const simulated = runInShell(command, {'access.log': log});
       assert.match(simulated, /^per-user .* 3 +2 +1 /m, 'half the limit denies one request');
-      assert.match(await page.textContent('#instance'), /^version \d+\.\d+\.\d+, up \d/);
+      assert.match(await page.textContent('#instance'), /^\S+:\d+, version \d+\.\d+\.\d+, up \d/);
       await close(page);
     });
 
@@ -369,6 +369,63 @@ describe('dashboard', {concurrency: true}, () => {
     } finally {
       await load.stop();
       await limited.remove();
+      await redis.stop();
+    }
+  });
+
+  test('one page shows all instances, what differs, and what happened', options, async () => {
+    const redis = await new Redis().start();
+    const store = `store: {redis: 'redis://127.0.0.1:${redis.port}', timeout: 5s}`;
+    const config = (limit) => `${store}
+policies: [{name: all, key: [header.x-user-id], limit: ${limit}, window: 1h}]
+`;
+    const services = [];
+    try {
+      for (const limit of [5, 5, 7]) services.push(await new Tidegate(config(limit)).start());
+      const [one, two, other] = services;
+      const port = (it) => it.listen.admin.split(':').pop();
+      const page = await open(browser, one.url);
+      const instance = (it) => page.locator('#fleet tbody tr', {hasText: `:${port(it)}`});
+      await instance(other).getByText('differs in configuration').waitFor();
+      await instance(other).getByText('all: limit 5 → 7').waitFor();
+      await finding(page, /Instances differ.*1 of 3 instances.*all: limit 5 → 7/).waitFor();
+      await page.getByText(/^3 instances, 2 configurations: /).waitFor();
+      await instance(one).getByText('this one').waitFor();
+      assert.equal(await page.locator('#fleet .badge').count(), 1);
+      await until('the title names the instance', async () =>
+        (await page.title()).startsWith('Instances differ · ')
+          && (await page.title()).includes(`:${port(one)} · `));
+      assert.match(await page.textContent('#instance'), new RegExp(`:${port(one)}, version`));
+
+      // The hot keys are those of all, and a look-up says which instance denied last.
+      const query = {policy: 'all', key: 'mallory'};
+      for (const [service, count] of [[one, 17], [two, 12]]) {
+        for (let number = 0; number < count; number += 1) await service.post('/v1/acquire', query);
+      }
+      await page.locator('section.denied tr', {hasText: 'mallory'})
+        .getByText('24', {exact: true}).waitFor();
+      await page.getByText('of the last minutes of all instances.').waitFor();
+      await page.fill('#lookup-key', 'mallory');
+      await page.keyboard.press('Enter');
+      await page.locator('#lookup-results', {hasText: /denied last by .*:\d+ at/}).waitFor();
+
+      // The same file again, and a reset by another instance.
+      const {listen} = other;
+      other.listen = Object.fromEntries(Object.keys(listen).map((name) => [name, '127.0.0.1:0']));
+      other.write(config(5));
+      other.listen = listen;
+      await page.locator('#events', {hasText: 'configuration reloaded: all: limit 7 → 5'}).waitFor();
+      const reset = await two.post('/v1/reset', query, two.listen.admin);
+      assert.equal(reset.status, 204);
+      const event = page.locator('#events tr', {hasText: 'count of mallory under all reset by'});
+      await event.getByText(`:${port(two)}`).waitFor();
+      await page.locator('#fleet .badge').waitFor({state: 'detached'});
+      await finding(page, 'Instances differ').waitFor({state: 'detached'});
+      await screenshot(page, 'fleet');
+      assert.deepEqual(await accessibilityFindings(page), []);
+      await close(page);
+    } finally {
+      await Promise.all(services.map((service) => service.remove()));
       await redis.stop();
     }
   });

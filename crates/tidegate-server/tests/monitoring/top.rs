@@ -217,7 +217,7 @@ fn hostile_server(response: String) -> String {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let url = format!("http://{}", listener.local_addr().expect("bound"));
     std::thread::spawn(move || {
-        for mut stream in listener.incoming().flatten().take(4) {
+        for mut stream in listener.incoming().flatten().take(16) {
             let _ = stream.read(&mut [0; 4096]);
             let _ = stream.write_all(response.as_bytes());
             // Keeps the stream of events open until the client closes it.
@@ -263,10 +263,10 @@ fn hostile_data_does_not_reach_the_terminal() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
     let url = hostile_server(format!("{head}{events}"));
     let harmless = r"\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}x\r\ny";
-    let printed = text(&top(&["--admin", &url, "--once"]).stdout);
+    let printed = text(&top(&["--admin", &url, "--timeout", "1s", "--once"]).stdout);
     assert!(!printed.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
     assert!(printed.matches(harmless).count() > 10, "{printed}");
-    let printed = text(&top(&["--admin", &url, "--once", "--json"]).stdout);
+    let printed = text(&top(&["--admin", &url, "--timeout", "1s", "--once", "--json"]).stdout);
     assert!(!printed.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
     let mut terminal = Terminal::start(200, 50, &["--admin", &url]);
     terminal.wait_for("the data is shown", |screen| screen.contains(harmless));

@@ -5,6 +5,7 @@ import {redrawCharts} from './charts.js';
 import {byId, el, setText, show} from './dom.js';
 import {Figures} from './figures.js';
 import {findingsOf} from './findings.js';
+import {Fleet} from './fleet.js';
 import {History} from './history.js';
 import {HotKeys} from './hot-keys.js';
 import {Login} from './login.js';
@@ -32,6 +33,7 @@ const lookup = new Lookup();
 const hotKeys = new HotKeys(byId('hot-keys'), (key) => lookup.lookUp(key));
 const store = new Store(byId('store'));
 const policies = new Policies(byId('policies'));
+const fleet = new Fleet(showFleet);
 const login = new Login(start);
 const stream = new LiveStream(onEvent, onState);
 
@@ -46,6 +48,7 @@ let isDrawing = false;
 
 setUnauthorizedHandler((hadToken) => {
   stream.stop();
+  fleet.stop();
   forgetToken();
   forget();
   login.ask(hadToken ? 'The server does not accept this token.' : '');
@@ -57,6 +60,7 @@ function start(): void {
   // A link cannot send a token.
   show(byId('links'), !hasToken());
   stream.start();
+  fleet.start();
   void policies.load();
   lookup.refresh();
 }
@@ -87,11 +91,22 @@ function onEvent(type: string, body: unknown): void {
       setStatus(body as Status);
       break;
     case 'hot-keys':
-      hotKeys.update(body as HotKeysBody);
+      // With others, the sums over all of them are shown.
+      if (!isFleet()) hotKeys.update(body as HotKeysBody);
       break;
     default:
       return;
   }
+  draw();
+}
+
+function isFleet(): boolean {
+  return fleet.body !== null && fleet.body.size > 1 && fleet.body.error === null;
+}
+
+function showFleet(): void {
+  if (fleet.body && isFleet()) hotKeys.update(fleet.body.hot_keys);
+  setText(byId('hot-scope'), isFleet() ? ' of all instances' : '');
   draw();
 }
 
@@ -160,7 +175,7 @@ function showState(): void {
     return;
   }
   const findings = findingsOf({
-    status, recent: samples.recent(RECENT_MS), staleForMs: stale, nowMs,
+    status, fleet: fleet.body, recent: samples.recent(RECENT_MS), staleForMs: stale, nowMs,
   });
   const state = JSON.stringify(findings);
   if (state !== shownFindings) {
@@ -168,9 +183,11 @@ function showState(): void {
     byId('findings').replaceChildren(...findings.map(({severity, title, text}) =>
       el('li', {class: severity}, el('strong', {}, title), ' ', el('span', {}, text))));
     setText(byId('announcement'), findings.map(({kind}) => kind).join(', '));
-    const [worst] = findings;
-    document.title = worst && worst.severity !== 'ok' ? `${worst.title} · Tidegate` : 'Tidegate';
   }
+  const [worst] = findings;
+  const title = [worst?.severity === 'ok' ? null : worst?.title, status?.instance, 'Tidegate'];
+  const text = title.filter((part) => part).join(' · ');
+  if (document.title !== text) document.title = text;
   // Without data, times that go on would be guesses.
   if (status && stale === null) {
     showInstance(byId('instance'), status, nowMs);

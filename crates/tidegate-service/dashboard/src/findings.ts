@@ -1,7 +1,7 @@
 // The state of the server in plain words: what an engineer on call must know first.
 
 import * as format from './format.js';
-import type {Sample, Status, StoreState} from './types.js';
+import type {FleetBody, Sample, Status, StoreState} from './types.js';
 
 export type Severity = 'bad' | 'warn' | 'note' | 'ok';
 
@@ -19,6 +19,7 @@ const NEARLY_FULL = 0.9;
 
 export interface Facts {
   status: Status | null;
+  fleet: FleetBody | null;
   /** Samples of the last seconds. */
   recent: Sample[];
   /** Time without data, if the figures are stale. */
@@ -27,7 +28,7 @@ export interface Facts {
 }
 
 /** The findings, worst first; "OK" if nothing is wrong. */
-export function findingsOf({status, recent, staleForMs, nowMs}: Facts): Finding[] {
+export function findingsOf({status, fleet, recent, staleForMs, nowMs}: Facts): Finding[] {
   const found: Finding[] = [];
   const add = (kind: string, severity: Severity, title: string, text: string) =>
     found.push({kind, severity, title, text});
@@ -44,6 +45,13 @@ export function findingsOf({status, recent, staleForMs, nowMs}: Facts): Finding[
         `${down.length} of ${format.plural(status.upstreams?.length ?? 0, 'upstream')}: `
         + down.slice(0, 3).map(({url}) => format.visible(url)).join(', '));
     }
+  }
+  const other = (fleet?.instances ?? []).filter(({differs}) => differs.length > 0);
+  if (other.length > 0) {
+    const names = other.slice(0, 3).map(({name, changes: [first]}) =>
+      format.visible(name ?? '') + (first ? ` (${format.visible(first.text)})` : ''));
+    add('instances differ', 'warn', 'Instances differ',
+      `${other.length} of ${format.plural(fleet?.size ?? 0, 'instance')}: ${names.join(', ')}.`);
   }
   const hasTraffic = addTraffic(recent, add);
   if (!found.some(({severity}) => severity !== 'note')) {

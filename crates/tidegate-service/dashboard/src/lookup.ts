@@ -156,7 +156,7 @@ export class Lookup {
       onclick: () => void this.reset(result),
     }, 'Reset …');
     return cards.row(
-      name, verdict(result), inFlight(result) ?? remaining(result), nextFree(result),
+      name, verdictCell(result), inFlight(result) ?? remaining(result), nextFree(result),
       result.reason ? foreign(result.reason, 400, 'prose') : '–',
       el('div', {class: 'actions'}, change, reset),
     );
@@ -200,6 +200,18 @@ function verdict(result: LookupResult): {child: string; class: string} {
   return result.mode === 'shadow'
     ? {child: 'would be denied', class: 'warn'}
     : {child: 'denied', class: 'bad'};
+}
+
+/** The verdict, with the instance that denied the key last. */
+function verdictCell(result: LookupResult): {child: Node; class: string} {
+  const {child, class: style} = verdict(result);
+  const cell = el('div', {}, child);
+  if (result.last_denial) {
+    const {instance, at_ms: at} = result.last_denial;
+    cell.append(el('div', {class: 'detail'}, 'denied last by ', foreign(instance, 48),
+      ` at ${format.clock(at)}`));
+  }
+  return {child: cell, class: style};
 }
 
 function remaining(result: LookupResult): HTMLElement | string {

@@ -107,6 +107,7 @@ export class Store {
 /** Shows the version and the uptime. */
 export function showInstance(element: HTMLElement, status: Status, nowMs: number): void {
   const up = format.age(nowMs - status.started_at_ms);
-  setText(element, `version ${status.version}, up ${up}`);
+  const name = status.instance ? `${format.visible(status.instance)}, ` : '';
+  setText(element, `${name}version ${status.version}, up ${up}`);
   element.title = `started ${format.dateTime(status.started_at_ms)}`;
 }

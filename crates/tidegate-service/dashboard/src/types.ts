@@ -69,6 +69,8 @@ export interface Upstream {
 }
 
 export interface Status {
+  /** Name of the instance: host and admin port. */
+  instance?: string;
   version: string;
   started_at_ms: number;
   uptime_ms: number;
@@ -113,6 +115,46 @@ export interface HotKeysBody {
   allowed: HotKey[];
   denied: HotKey[];
   shadow_denied: HotKey[];
+}
+
+export interface Instance {
+  /** Null for one that publishes nothing. */
+  name: string | null;
+  this: boolean;
+  version: string;
+  config_hash: string;
+  started_at_ms: number;
+  store_up: boolean;
+  fallback: boolean;
+  allowed: number;
+  denied: number;
+  /** What differs from most other instances. */
+  differs: string[];
+  changes: {text: string}[];
+}
+
+export interface FleetBody {
+  now_ms: number;
+  /** Why only this instance is known. */
+  error: string | null;
+  size: number;
+  configurations: number;
+  instances: Instance[];
+  rates: {allowed: number; denied: number};
+  hot_keys: HotKeysBody;
+}
+
+export interface JournalEvent {
+  number: number;
+  at_ms: number;
+  instance: string;
+  event: string;
+  text: string;
+}
+
+export interface EventsBody {
+  error: string | null;
+  events: JournalEvent[];
 }
 
 export interface Override {
@@ -204,6 +246,8 @@ export interface LookupResult {
   in_flight?: {units: number; first_end_ms?: number | null} | null;
   source?: string;
   reason?: string | null;
+  /** Instance that denied it last. */
+  last_denial?: {instance: string; at_ms: number};
   error?: string | null;
 }
 

@@ -31,6 +31,11 @@ impl SampleHistory {
         self.total
     }
 
+    /// Returns the newest sample.
+    pub(super) fn last(&self) -> Option<Arc<str>> {
+        self.samples.back().cloned()
+    }
+
     /// Returns the number of the newest sample.
     pub(super) fn newest(&self) -> u64 {
         self.total

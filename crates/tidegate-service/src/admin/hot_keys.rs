@@ -55,9 +55,9 @@ pub(super) async fn handle(
 /// Most frequent keys by outcome, each in the form that its policy shows.
 #[derive(Serialize, PartialEq, utoipa::ToSchema)]
 pub(super) struct HotKeysBody {
-    allowed: Vec<HotKey>,
-    denied: Vec<HotKey>,
-    shadow_denied: Vec<HotKey>,
+    pub(super) allowed: Vec<HotKey>,
+    pub(super) denied: Vec<HotKey>,
+    pub(super) shadow_denied: Vec<HotKey>,
 }
 
 impl HotKeysBody {

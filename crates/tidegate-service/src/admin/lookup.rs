@@ -17,6 +17,7 @@ use tidegate::{
 };
 
 use super::Admin;
+use super::fleet::view::LastDenial;
 use super::reset::listed_key;
 use crate::api::Problems;
 use crate::api::problem::Problem;
@@ -89,6 +90,9 @@ struct ResultBody {
     value: Option<String>,
     #[serde(flatten)]
     state: Option<StateBody>,
+    /// Instance that denied it last, if it is one of the most denied keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_denial: Option<LastDenial>,
     /// Why the key could not be looked up here.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
@@ -195,7 +199,12 @@ pub(super) async fn handle(
         (!result.is_denied(), result.is_shadow(), result.error.is_none(), !in_use)
     });
     let truncated = !is_complete || shown.len() > MAX_RESULTS;
-    let results = shown.into_iter().take(MAX_RESULTS).map(|(_, result)| result).collect();
+    let mut results: Vec<ResultBody> =
+        shown.into_iter().take(MAX_RESULTS).map(|(_, result)| result).collect();
+    for result in &mut results {
+        let last = admin.fleet.last_denial(&admin.state, &result.policy, &result.key);
+        result.last_denial = last.await;
+    }
     Ok(Json(LookupBody { key, found, denied, results, truncated }).into_response())
 }
 
@@ -344,6 +353,7 @@ impl LookupTarget<'_> {
             run_time,
             value: self.value.map(str::to_owned),
             state: None,
+            last_denial: None,
             error: None,
         };
         match peeked {

@@ -8,7 +8,9 @@ use http::header;
 use serde_json::{Value, json};
 use utoipa::OpenApi;
 
-use super::{health, history, hot_keys, live, lookup, overrides, policies, reset, status};
+use super::{
+    events, fleet, health, history, hot_keys, live, lookup, overrides, policies, reset, status,
+};
 use crate::api::BearerToken;
 
 #[derive(OpenApi)]
@@ -27,6 +29,8 @@ use crate::api::BearerToken;
         live::handle,
         policies::handle,
         hot_keys::handle,
+        fleet::view::handle,
+        events::handle,
         lookup::handle,
         reset::handle,
         overrides::set,

@@ -30,6 +30,8 @@ pub(super) async fn handle(State(admin): State<Admin>) -> Response {
 /// State of this process and of its store.
 #[derive(Serialize, utoipa::ToSchema)]
 pub(super) struct Status {
+    /// Name of this instance: host and admin port.
+    instance: String,
     version: &'static str,
     started_at_ms: u64,
     uptime_ms: u64,
@@ -110,6 +112,7 @@ impl Status {
     pub(super) fn new(state: &ServerState, node_latency: &HashMap<String, Percentiles>) -> Self {
         let (started, started_at) = state.started();
         Self {
+            instance: state.journal.instance(),
             version: env!("CARGO_PKG_VERSION"),
             started_at_ms: unix_millis(started_at),
             uptime_ms: millis(started.elapsed()),

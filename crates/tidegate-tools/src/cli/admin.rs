@@ -1,29 +1,28 @@
-//! Flags of commands that ask the admin listener of a running service, and their requests.
+//! Flags of the commands that ask the admin listener of a running service.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
-use bytes::Bytes;
+use anyhow::{Context as _, ensure};
 use clap::Args;
-use http::{Method, StatusCode, header};
-use http_body_util::Full;
+use clap::builder::FalseyValueParser;
+use serde_json::Value;
+use tidegate_config::{Secret, duration};
 
-use crate::tool::client::{
-    ClientOptions, Endpoint, ServiceKind, Trust, problem_detail, read_body, read_token,
-};
-use tidegate_config::Secret;
+use crate::tool::client::{ClientOptions, Trust, read_token};
+use crate::top::AdminClient;
+use crate::top::text::printable_json;
 
 /// Variable with the token, which must not be an argument: all users see those.
 const TOKEN_VARIABLE: &str = "TIDEGATE_ADMIN_TOKEN";
-const TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Address of the service.
 #[derive(Debug, Args)]
-pub(super) struct AdminFlags {
+pub struct AdminFlags {
     /// URL of the admin listener: http://HOST:PORT, https:// for TLS, or unix:PATH
     #[arg(long, value_name = "URL", env = "TIDEGATE_ADMIN", global = true)]
     #[arg(default_value = "http://127.0.0.1:8082")]
-    pub(super) admin: String,
+    pub admin: String,
 
     /// File with the token of the admin listener [default: the variable `TIDEGATE_ADMIN_TOKEN`]
     #[arg(long, value_name = "FILE", env = "TIDEGATE_ADMIN_TOKEN_FILE", global = true)]
@@ -31,62 +30,66 @@ pub(super) struct AdminFlags {
 
     /// File with the certificates to trust, in place of those of the system
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CA", global = true)]
-    pub(super) ca: Option<PathBuf>,
+    ca: Option<PathBuf>,
+}
+
+/// Flags of a command with one answer.
+#[derive(Debug, Args)]
+pub struct AnswerFlags {
+    #[command(flatten)]
+    admin: AdminFlags,
+
+    /// Timeout of a request
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT")]
+    #[arg(default_value = "5s", value_parser = duration::parse)]
+    timeout: Duration,
+
+    /// Print the answer of the service as JSON
+    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
+    pub json: bool,
 }
 
 impl AdminFlags {
-    pub(super) fn token(&self) -> anyhow::Result<Option<Secret>> {
+    /// Returns a client of the service.
+    pub(crate) fn client(&self, timeout: Duration) -> anyhow::Result<AdminClient> {
+        ensure!(!timeout.is_zero(), "--timeout must be longer than 0");
+        let token = self.token()?;
+        AdminClient::new(&ClientOptions {
+            address: &self.admin,
+            token: token.as_ref(),
+            trust: Trust::Authorities(self.ca.as_deref()),
+            timeout,
+        })
+    }
+
+    fn token(&self) -> anyhow::Result<Option<Secret>> {
         if let Some(file) = &self.token_file {
             return read_token(file).map(Some);
         }
         match std::env::var(TOKEN_VARIABLE) {
             Ok(token) if !token.is_empty() => Ok(Some(Secret::new(token))),
             Ok(_) | Err(std::env::VarError::NotPresent) => Ok(None),
-            Err(_) => bail!("{TOKEN_VARIABLE} is not UTF-8"),
+            Err(_) => anyhow::bail!("{TOKEN_VARIABLE} is not UTF-8"),
         }
     }
+}
 
-    /// Sends a request, and returns the body of a response that reports success.
-    pub(super) async fn call(
+impl AnswerFlags {
+    /// Returns an answer as JSON that is safe for a terminal, with --json.
+    pub(super) fn json_of(&self, answer: &Value) -> Option<String> {
+        self.json.then(|| printable_json(&answer.to_string()))
+    }
+
+    /// Asks the service.
+    pub(super) fn ask(
         &self,
-        method: Method,
-        path: &str,
-        body: Option<Vec<u8>>,
-    ) -> anyhow::Result<Bytes> {
-        let sent = async {
-            let token = self.token()?;
-            let endpoint = Endpoint::parse(
-                ServiceKind::Admin,
-                &ClientOptions {
-                    address: &self.admin,
-                    token: token.as_ref(),
-                    trust: Trust::Authorities(self.ca.as_deref()),
-                    timeout: TIMEOUT,
-                },
-            )?;
-            let mut connection = endpoint.open().await.context("does the service run?")?;
-            let request = endpoint.request(method, endpoint.call_path(path)?.as_str());
-            let request = request.header(header::CONNECTION, "close");
-            let request = request.header(header::CONTENT_TYPE, "application/json");
-            let request = request.body(Full::from(body.unwrap_or_default()))?;
-            let response = connection.send_request(request).await?;
-            let status = response.status();
-            let body = read_body(response.into_body()).await?;
-            if status.is_success() {
-                return Ok(body);
-            }
-            let detail = problem_detail(&body).unwrap_or_else(|| status.to_string());
-            let hint = match status {
-                StatusCode::UNAUTHORIZED => {
-                    "; give the token with --token-file FILE or TIDEGATE_ADMIN_TOKEN"
-                }
-                _ => "",
-            };
-            bail!("{detail}{hint}")
-        };
-        match tokio::time::timeout(TIMEOUT, sent).await {
-            Ok(answer) => answer.with_context(|| format!("--admin {}", self.admin)),
-            Err(_) => bail!("--admin {}: no answer within {TIMEOUT:?}", self.admin),
-        }
+        ask: impl AsyncFnOnce(&AdminClient) -> anyhow::Result<Value>,
+    ) -> anyhow::Result<Value> {
+        let client = self.admin.client(self.timeout)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let answer = runtime.block_on(ask(&client));
+        // A request without an answer must not delay the exit.
+        runtime.shutdown_background();
+        answer.with_context(|| format!("--admin {}", self.admin.admin))
     }
 }

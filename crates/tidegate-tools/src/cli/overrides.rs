@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use clap::{Args, Subcommand};
@@ -16,9 +17,11 @@ use tidegate_api::admin::{
 use super::admin::AdminFlags;
 use crate::tool::table::TextTable;
 use crate::tool::text::{encoded, grouped, printable};
+use crate::top::AdminClient;
 
 /// Number of overrides in one response.
 const PAGE: usize = 1_000;
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Change limits of a running service for a while, on all instances within a second.
 ///
@@ -139,71 +142,76 @@ impl OverrideCommand {
     }
 
     async fn run_action(self) -> anyhow::Result<()> {
-        let admin = &self.admin;
-        match self.action {
-            OverrideAction::Set(set) => {
-                let SetFlags { policy, key, limit, window, burst, mode, expires_in, reason } = set;
-                let key = match <[String; 1]>::try_from(key) {
-                    Ok([key]) => KeyValues::One(key),
-                    Err(values) => KeyValues::Many(values),
-                };
-                let request =
-                    SetOverride { policy, key, limit, window, burst, mode, expires_in, reason };
-                let body = serde_json::to_vec(&request)?;
-                let answer = admin.call(Method::PUT, "/v1/overrides", Some(body)).await?;
-                let set: OverrideBody = serde_json::from_slice(&answer)?;
-                anstream::println!(
-                    "{} of {}: {} until {}",
-                    printable(&set.key),
-                    printable(&set.policy),
-                    shown_limits(&set.stored.limits),
-                    shown_end(set.until_ms)
-                );
-            }
-            OverrideAction::Rm(RemoveFlags { policy, key, reason }) => {
-                let [name, wanted, why] = [&policy, &key, &reason].map(|text| encoded(text));
-                let path = format!("/v1/overrides?policy={name}&key={wanted}&reason={why}");
-                admin.call(Method::DELETE, &path, None).await?;
-                anstream::println!("removed");
-            }
-            OverrideAction::List(ListFlags { policy, json }) => {
-                let (overrides, scope) = all(admin, policy.as_deref()).await?;
-                if json {
-                    for body in &overrides {
-                        anstream::println!("{}", serde_json::to_string(body)?);
-                    }
-                    return Ok(());
-                }
-                let mut table =
-                    TextTable::new(&["policy", "key", "limit", "until", "by", "reason"], &[""; 0]);
+        let client = self.admin.client(TIMEOUT)?;
+        let failed = format!("--admin {}", self.admin.admin);
+        run_action(&client, self.action).await.context(failed)
+    }
+}
+
+async fn run_action(client: &AdminClient, action: OverrideAction) -> anyhow::Result<()> {
+    match action {
+        OverrideAction::Set(set) => {
+            let SetFlags { policy, key, limit, window, burst, mode, expires_in, reason } = set;
+            let key = match <[String; 1]>::try_from(key) {
+                Ok([key]) => KeyValues::One(key),
+                Err(values) => KeyValues::Many(values),
+            };
+            let request =
+                SetOverride { policy, key, limit, window, burst, mode, expires_in, reason };
+            let body = serde_json::to_string(&request)?;
+            let answer = client.call(Method::PUT, "/v1/overrides", body).await?;
+            let set: OverrideBody = serde_json::from_slice(&answer)?;
+            anstream::println!(
+                "{} of {}: {} until {}",
+                printable(&set.key),
+                printable(&set.policy),
+                shown_limits(&set.stored.limits),
+                shown_end(set.until_ms)
+            );
+        }
+        OverrideAction::Rm(RemoveFlags { policy, key, reason }) => {
+            let [name, wanted, why] = [&policy, &key, &reason].map(|text| encoded(text));
+            let path = format!("/v1/overrides?policy={name}&key={wanted}&reason={why}");
+            client.call(Method::DELETE, &path, String::new()).await?;
+            anstream::println!("removed");
+        }
+        OverrideAction::List(ListFlags { policy, json }) => {
+            let (overrides, scope) = all(client, policy.as_deref()).await?;
+            if json {
                 for body in &overrides {
-                    let inert = body.inert.as_ref().map(|why| format!(" (no effect: {why})"));
-                    table.add([
-                        printable(&body.policy),
-                        printable(&body.key),
-                        shown_limits(&body.stored.limits) + &inert.unwrap_or_default(),
-                        shown_end(body.until_ms),
-                        printable(&body.stored.author.by),
-                        printable(&body.stored.author.reason),
-                    ]);
+                    anstream::println!("{}", serde_json::to_string(body)?);
                 }
-                table.write(&mut anstream::stdout())?;
-                if scope == OverrideScope::ThisProcess {
-                    anstream::println!("The store is memory: only this instance has them.");
-                }
+                return Ok(());
             }
-            OverrideAction::Export => {
-                let (overrides, _) = all(admin, None).await?;
-                anstream::stdout().write_all(exported(&overrides).as_bytes())?;
+            let mut table =
+                TextTable::new(&["policy", "key", "limit", "until", "by", "reason"], &[""; 0]);
+            for body in &overrides {
+                let inert = body.inert.as_ref().map(|why| format!(" (no effect: {why})"));
+                table.add([
+                    printable(&body.policy),
+                    printable(&body.key),
+                    shown_limits(&body.stored.limits) + &inert.unwrap_or_default(),
+                    shown_end(body.until_ms),
+                    printable(&body.stored.author.by),
+                    printable(&body.stored.author.reason),
+                ]);
+            }
+            table.write(&mut anstream::stdout())?;
+            if scope == OverrideScope::ThisProcess {
+                anstream::println!("The store is memory: only this instance has them.");
             }
         }
-        Ok(())
+        OverrideAction::Export => {
+            let (overrides, _) = all(client, None).await?;
+            anstream::stdout().write_all(exported(&overrides).as_bytes())?;
+        }
     }
+    Ok(())
 }
 
 /// Returns all overrides, page by page.
 async fn all(
-    admin: &AdminFlags,
+    client: &AdminClient,
     policy: Option<&str>,
 ) -> anyhow::Result<(Vec<OverrideBody>, OverrideScope)> {
     let mut overrides = Vec::new();
@@ -215,7 +223,7 @@ async fn all(
                 let _ = write!(path, "&{name}={}", encoded(value));
             }
         }
-        let answer = admin.call(Method::GET, &path, None).await?;
+        let answer = client.call(Method::GET, &path, String::new()).await?;
         let page: OverridesBody =
             serde_json::from_slice(&answer).context("not an answer of Tidegate")?;
         ensure!(!page.overrides.is_empty() || page.cursor.is_none(), "an empty page");

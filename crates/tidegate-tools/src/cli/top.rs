@@ -7,8 +7,7 @@ use anyhow::{Context as _, ensure};
 use clap::Args;
 
 use super::admin::AdminFlags;
-use crate::tool::client::{ClientOptions, Trust};
-use crate::top::{self, AdminClient, TopOptions};
+use crate::top::{self, TopOptions};
 
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
@@ -45,14 +44,7 @@ impl TopCommand {
             (MIN_INTERVAL..=MAX_INTERVAL).contains(&options.interval),
             "--interval is out of range: it must be from 100ms to 60s"
         );
-        ensure!(!options.timeout.is_zero(), "--timeout must be longer than 0");
-        let token = self.admin.token()?;
-        let client = AdminClient::new(&ClientOptions {
-            address: &self.admin.admin,
-            token: token.as_ref(),
-            trust: Trust::Authorities(self.admin.ca.as_deref()),
-            timeout: options.timeout,
-        })?;
+        let client = self.admin.client(options.timeout)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let result = runtime.block_on(top::run(client, options));
         // A request without an answer must not delay the exit.

@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use http::{Response, StatusCode, header};
+use bytes::Bytes;
+use http::{Method, Response, StatusCode, header};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use serde_json::Value;
 
 use super::data::Lookup;
 use super::events::{EventReader, ServerEvent};
@@ -44,31 +46,80 @@ impl AdminClient {
 
     /// Looks a key up in every policy.
     pub(super) async fn lookup(&self, key: &str) -> anyhow::Result<Lookup> {
-        let path = format!("/v1/lookup?key={}", encoded(key));
-        let response = self.get(&path).await?;
-        let body = tokio::time::timeout(self.0.timeout, read_body(response.into_body())).await;
-        let body = body.with_context(|| format!("no answer within {:?}", self.0.timeout))??;
-        serde_json::from_slice(&body).with_context(|| format!("not an answer of Tidegate: {HINT}"))
+        not_of_tidegate(serde_json::from_value(self.lookup_json(key, None).await?))
     }
 
-    /// Sends a request, and returns a response with the status 200.
+    /// Looks a key up in every policy, or in one.
+    pub(crate) async fn lookup_json(
+        &self,
+        key: &str,
+        policy: Option<&str>,
+    ) -> anyhow::Result<Value> {
+        let policy = policy.map(|policy| format!("&policy={}", encoded(policy)));
+        let path = format!("/v1/lookup?key={}{}", encoded(key), policy.unwrap_or_default());
+        self.get_json(&path).await
+    }
+
+    /// Sends a GET request, and returns the JSON of the response.
+    pub(crate) async fn get_json(&self, path: &str) -> anyhow::Result<Value> {
+        let body = self.call(Method::GET, path, String::new()).await?;
+        not_of_tidegate(serde_json::from_slice(&body))
+    }
+
+    /// Sends a request, and returns the body of a successful response.
+    pub(crate) async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        body: String,
+    ) -> anyhow::Result<Bytes> {
+        let response = self.send(method, path, body).await?;
+        let body = tokio::time::timeout(self.0.timeout, read_body(response.into_body())).await;
+        body.with_context(|| format!("no answer within {:?}", self.0.timeout))?
+    }
+
+    /// Sends a POST request with JSON.
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> anyhow::Result<()> {
+        self.send(Method::POST, path, body.to_string()).await.map(drop)
+    }
+
     async fn get(&self, path: &str) -> anyhow::Result<Response<Incoming>> {
-        match tokio::time::timeout(self.0.timeout, self.get_without_timeout(path)).await {
+        self.send(Method::GET, path, String::new()).await
+    }
+
+    /// Sends a request, and returns a successful response.
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: String,
+    ) -> anyhow::Result<Response<Incoming>> {
+        match tokio::time::timeout(self.0.timeout, self.send_without_timeout(method, path, body))
+            .await
+        {
             Ok(response) => response,
             Err(_) => bail!("no answer within {:?}", self.0.timeout),
         }
     }
 
-    async fn get_without_timeout(&self, path: &str) -> anyhow::Result<Response<Incoming>> {
-        let connection = match self.0.open().await {
+    async fn send_without_timeout(
+        &self,
+        method: Method,
+        path: &str,
+        body: String,
+    ) -> anyhow::Result<Response<Incoming>> {
+        let mut connection = match self.0.open().await {
             Ok(connection) => connection,
             Err(error) => bail!("{error:#}: does the service run?"),
         };
-        let response = self.0.get(connection, path).await;
+        let request = self.0.request(method, self.0.call_path(path)?.as_str());
+        let request = request.header(header::CONNECTION, "close");
+        let request = request.header(header::CONTENT_TYPE, "application/json");
+        let response = connection.send_request(request.body(body.into())?).await;
         let response =
             response.with_context(|| format!("{} is not HTTP: {HINT}", self.authority()))?;
         let status = response.status();
-        if status == StatusCode::OK {
+        if status.is_success() {
             return Ok(response);
         }
         let body = read_body(response.into_body()).await.unwrap_or_default();
@@ -82,6 +133,10 @@ impl AdminClient {
         };
         bail!("HTTP {status}{detail}{hint}")
     }
+}
+
+fn not_of_tidegate<T>(read: serde_json::Result<T>) -> anyhow::Result<T> {
+    read.with_context(|| format!("not an answer of Tidegate: {HINT}"))
 }
 
 /// Open stream of events.

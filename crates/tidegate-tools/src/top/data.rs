@@ -15,6 +15,7 @@ const MAX_TREND: usize = 900;
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct ServiceStatus {
+    pub(super) instance: String,
     pub(super) version: String,
     pub(super) uptime_ms: u64,
     pub(super) now_ms: u64,
@@ -172,6 +173,7 @@ pub(super) struct LookupResult {
     pub(super) retry_after_ms: Option<u64>,
     pub(super) reset_after_ms: Option<u64>,
     pub(super) in_flight: Option<InFlight>,
+    pub(super) last_denial: Option<LastDenial>,
     pub(super) reason: Option<String>,
     pub(super) error: Option<String>,
 }
@@ -183,10 +185,48 @@ pub(super) struct InFlight {
     pub(super) first_end_ms: Option<u64>,
 }
 
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct LastDenial {
+    pub(super) instance: String,
+}
+
 fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// All instances that share the store.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct FleetRows {
+    pub(super) size: u64,
+    pub(super) configurations: u64,
+    pub(super) error: Option<String>,
+    pub(super) instances: Vec<InstanceRow>,
+    pub(super) rates: RateSample,
+    pub(super) hot_keys: HotKeyLists,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct InstanceRow {
+    pub(super) name: Option<String>,
+    pub(super) version: String,
+    pub(super) config_hash: String,
+    pub(super) store_up: bool,
+    pub(super) fallback: bool,
+    pub(super) allowed: f64,
+    pub(super) denied: f64,
+    pub(super) differs: Vec<String>,
+    pub(super) changes: Vec<ChangeRow>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct ChangeRow {
+    pub(super) text: String,
 }
 
 /// Everything that the service reported so far.
@@ -198,6 +238,9 @@ pub(super) struct View {
     hot_keys_json: Option<Value>,
     pub(super) status: ServiceStatus,
     pub(super) hot_keys: HotKeyLists,
+    fleet_json: Option<Value>,
+    /// `None` for a single instance.
+    pub(super) fleet: Option<FleetRows>,
     recent: VecDeque<RateSample>,
     /// Requests per second, one entry per sample.
     trend: VecDeque<f64>,
@@ -208,6 +251,11 @@ pub(super) struct View {
 impl View {
     pub(super) fn new(authority: &str) -> Self {
         Self { authority: authority.to_owned(), ..Self::default() }
+    }
+
+    /// Returns the name of the instance, or its address if it has none.
+    pub(super) fn instance(&self) -> &str {
+        if self.status.instance.is_empty() { &self.authority } else { &self.status.instance }
     }
 
     /// Returns whether there is something of everything to show.
@@ -244,6 +292,13 @@ impl View {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Sets the state of the fleet, unless it is not an answer of Tidegate.
+    pub(super) fn set_fleet(&mut self, fleet: Value) {
+        let rows = FleetRows::deserialize(&fleet).ok();
+        self.fleet = rows.filter(|rows| rows.size > 1 || rows.error.is_some());
+        self.fleet_json = Some(fleet);
     }
 
     fn add(&mut self, sample: RateSample) {
@@ -312,6 +367,7 @@ impl View {
             "status": self.status_json,
             "rates": self.mean(samples),
             "hot_keys": self.hot_keys_json,
+            "fleet": self.fleet_json,
         })
     }
 }

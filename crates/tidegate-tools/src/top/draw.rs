@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use clap::builder::styling::Style;
 
-use super::data::{RateSample, ReportedPercentiles, View};
+use super::data::{FleetRows, RateSample, ReportedPercentiles, View};
 use super::line::{DIM, PLAIN, ScreenLine};
 use super::sections;
 use super::text;
@@ -71,6 +71,7 @@ fn head(view: &View, mean: &RateSample, columns: usize, is_tall: bool) -> Vec<Sc
         lines.push(reload(view, columns));
     }
     lines.push(requests(mean, columns));
+    lines.extend(view.fleet.as_ref().map(|fleet| fleet_line(fleet, columns)));
     lines.push(latency(mean, columns));
     if is_tall && !mean.sources.values().all(|rate| *rate <= 0.0) {
         lines.push(sources(mean, columns));
@@ -81,7 +82,7 @@ fn head(view: &View, mean: &RateSample, columns: usize, is_tall: bool) -> Vec<Sc
 fn title(view: &View, columns: usize) -> ScreenLine {
     let status = &view.status;
     let items = [
-        (PLAIN, view.authority.clone()),
+        (PLAIN, view.instance().to_owned()),
         (PLAIN, format!("up {}", text::duration(view.uptime_ms()))),
         (DIM, text::time_of_day(view.now_ms())),
     ];
@@ -167,18 +168,38 @@ fn reload(view: &View, columns: usize) -> ScreenLine {
     ScreenLine::labelled("config  ").items(&items, columns)
 }
 
+/// Returns the sums over all instances, and how many differ.
+fn fleet_line(fleet: &FleetRows, columns: usize) -> ScreenLine {
+    if let Some(error) = &fleet.error {
+        let line = ScreenLine::labelled("fleet     ");
+        return line.with(style::ERROR, &format!("NOT KNOWN: {error}"));
+    }
+    let differ = fleet.instances.iter().filter(|instance| !instance.differs.is_empty()).count();
+    let mut items = vec![(PLAIN, format!("{} instances", grouped(fleet.size)))];
+    if differ > 0 {
+        let configurations = fleet.configurations;
+        let text = format!("{differ} DIFFER, {configurations} configurations");
+        items.push((style::WARNING, text));
+    }
+    items.extend(rate_items(&fleet.rates));
+    ScreenLine::labelled("fleet   ").items(&items, columns)
+}
+
 fn requests(mean: &RateSample, columns: usize) -> ScreenLine {
+    ScreenLine::labelled("requests").items(&rate_items(mean), columns)
+}
+
+fn rate_items(mean: &RateSample) -> [(Style, String); 4] {
     let item = |style: Style, rate: f64, name: &str| {
         let style = if rate > 0.0 { style } else { PLAIN };
         (style, format!("{} {name}", text::rate(rate)))
     };
-    let items = [
+    [
         item(style::ALLOWED, mean.allowed, "allowed/s"),
         item(style::DENIED, mean.denied, "denied/s"),
         item(style::WARNING, mean.shadow_denied, "shadow/s"),
         item(style::ERROR, mean.errors, "errors/s"),
-    ];
-    ScreenLine::labelled("requests").items(&items, columns)
+    ]
 }
 
 fn latency(mean: &RateSample, columns: usize) -> ScreenLine {

@@ -2,7 +2,10 @@
 
 use clap::builder::styling::Style;
 
-use super::data::{HotKeyRow, Lookup, LookupResult, NodeRow, RateSample, UpstreamRow, View};
+use super::data::{
+    HotKeyRow, InstanceRow, LastDenial, Lookup, LookupResult, NodeRow, RateSample, UpstreamRow,
+    View,
+};
 use super::draw::percentiles;
 use super::line::{DIM, PLAIN, ScreenLine};
 use super::text;
@@ -64,12 +67,16 @@ pub(super) fn fitted(
 
 /// Returns the sections in the order in which they are shown, with consecutive priorities.
 fn sections(view: &View, mean: &RateSample, columns: usize) -> Vec<Section> {
-    let (hot, store) = (&view.hot_keys, &view.status.store);
+    let store = &view.status.store;
+    let fleet = view.fleet.as_ref().filter(|fleet| fleet.error.is_none());
+    let (hot, rates) =
+        fleet.map_or((&view.hot_keys, mean), |fleet| (&fleet.hot_keys, &fleet.rates));
     let mut sections = vec![
-        policies(mean, columns),
+        policies(rates, columns),
+        instances(fleet.map_or(&[], |fleet| &fleet.instances), columns),
         hot_keys("denied keys", &hot.denied, style::DENIED, 1, columns),
-        hot_keys("allowed keys", &hot.allowed, PLAIN, 3, columns),
-        hot_keys("shadow-denied keys", &hot.shadow_denied, style::WARNING, 4, columns),
+        hot_keys("allowed keys", &hot.allowed, PLAIN, 4, columns),
+        hot_keys("shadow-denied keys", &hot.shadow_denied, style::WARNING, 5, columns),
         nodes(&store.nodes, columns),
         upstreams(view.status.upstreams.as_deref().unwrap_or_default(), columns),
     ];
@@ -174,6 +181,37 @@ fn nodes(nodes: &[NodeRow], columns: usize) -> Section {
     Section { rows: rows.collect(), heading: ScreenLine::labelled(heading), priority: 2 }
 }
 
+/// Returns the instances of the fleet, each with what differs from most others.
+fn instances(instances: &[InstanceRow], columns: usize) -> Section {
+    let heading = "instances";
+    let name = |row: &InstanceRow| row.name.clone().unwrap_or_else(|| "(not known)".to_owned());
+    let names: Vec<String> = instances.iter().map(name).collect();
+    let width = name_columns(names.iter().map(String::as_str), heading, columns, 50);
+    let mut rows = Vec::new();
+    for (name, instance) in names.iter().zip(instances) {
+        let differs = instance.differs.join(", ");
+        let style = if differs.is_empty() { PLAIN } else { style::WARNING };
+        let mut items = vec![
+            (PLAIN, instance.version.clone()),
+            (style, instance.config_hash.clone()),
+            (PLAIN, format!("{} allowed/s", text::rate(instance.allowed))),
+            (PLAIN, format!("{} denied/s", text::rate(instance.denied))),
+        ];
+        if instance.fallback || instance.name.is_some() && !instance.store_up {
+            items.insert(0, (style::ERROR, "STORE DOWN".to_owned()));
+        }
+        if !differs.is_empty() {
+            items.insert(0, (style, format!("DIFFERS in {differs}")));
+        }
+        rows.push(ScreenLine::default().column(style, name, width).items(&items, columns));
+        let changes = instance.changes.iter();
+        rows.extend(
+            changes.map(|change| ScreenLine::default().with(DIM, "  ").with(style, &change.text)),
+        );
+    }
+    Section { rows, heading: ScreenLine::labelled(heading), priority: 3 }
+}
+
 fn upstreams(upstreams: &[UpstreamRow], columns: usize) -> Section {
     let heading = "upstreams";
     let names = upstreams.iter().map(|upstream| upstream.url.as_str());
@@ -187,7 +225,7 @@ fn upstreams(upstreams: &[UpstreamRow], columns: usize) -> Section {
         let line = ScreenLine::default().column(PLAIN, &upstream.url, width);
         line.with(PLAIN, "  ").with(state.0, state.1)
     });
-    Section { rows: rows.collect(), heading: ScreenLine::labelled(heading), priority: 5 }
+    Section { rows: rows.collect(), heading: ScreenLine::labelled(heading), priority: 6 }
 }
 
 /// Returns the state of a key in each policy: those that deny it first.
@@ -232,6 +270,9 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<ScreenLine> {
             if let Some(wait) = result.retry_after_ms.filter(|wait| *wait > 0) {
                 items.push((PLAIN, format!("free in {}", text::duration(wait))));
             }
+        }
+        if let Some(LastDenial { instance }) = &result.last_denial {
+            items.push((DIM, format!("denied last by {instance}")));
         }
         if let Some(key) = result.key.as_ref().filter(|key| **key != lookup.key) {
             items.push((DIM, format!("counted as {key}")));

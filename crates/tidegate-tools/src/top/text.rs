@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use unicode_width::UnicodeWidthChar as _;
 
 /// Escapes characters of a JSON text that serde leaves as they are, but a terminal may obey.
-pub(super) fn printable_json(json: &str) -> String {
+pub(crate) fn printable_json(json: &str) -> String {
     let mut output = String::with_capacity(json.len());
     for character in json.chars() {
         let is_hidden = !character.is_ascii() && character.escape_debug().len() > 1;
@@ -45,7 +45,7 @@ pub(super) fn cut(text: &str, columns: usize) -> String {
 }
 
 /// Formats a number of requests per second in at most five characters.
-pub(super) fn rate(rate: f64) -> String {
+pub(crate) fn rate(rate: f64) -> String {
     match rate {
         rate if !rate.is_finite() || rate <= 0.0 => "0".to_owned(),
         rate if rate < 9.95 => format!("{rate:.1}"),
@@ -67,7 +67,7 @@ pub(super) fn latency(ms: f64) -> String {
 }
 
 /// Formats a duration by its two largest units, such as `3h 12m`.
-pub(super) fn duration(ms: u64) -> String {
+pub(crate) fn duration(ms: u64) -> String {
     let seconds = ms / 1_000;
     let (minutes, hours, days) = (seconds / 60, seconds / 3_600, seconds / 86_400);
     match () {

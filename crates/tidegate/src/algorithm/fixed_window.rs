@@ -1,8 +1,7 @@
 //! `fixed-window`: admits a request if the count of the current window plus the cost is at most L.
 //!
-//! Windows are aligned to the Unix epoch, or are the periods of a calendar. If the clock steps back,
-//! the key gets one window that starts at the step instead, so that its count stays in force for
-//! exactly one window.
+//! Windows are aligned to the Unix epoch; `calendar_window.rs` has those of a calendar. If the clock steps back, the key gets one window that
+//! starts at the step instead, so that its count stays in force for exactly one window.
 
 use super::{Counter, Parameters};
 
@@ -10,31 +9,17 @@ use super::{Counter, Parameters};
 pub(crate) struct FixedWindow {
     pub(crate) start: u64,
     pub(crate) count: u64,
-    /// Length of the window. A count of a calendar keeps it, even if the calendar changes.
-    pub(crate) window: u64,
-}
-
-impl FixedWindow {
-    /// Returns the time until the window ends.
-    #[inline]
-    fn rest(&self, now: u64) -> u64 {
-        self.start + self.window - now
-    }
 }
 
 impl Counter for FixedWindow {
     #[inline]
     fn advance_to(&mut self, quota: &Parameters, now: u64) -> bool {
         let window = quota.window();
-        if quota.period_start().is_none() {
-            self.window = window;
-        }
         let stepped_back = self.start > now;
         if stepped_back {
             self.start = now;
-        } else if self.start + self.window <= now {
-            let start = quota.period_start().unwrap_or_else(|| now - now % window);
-            *self = Self { start, count: 0, window };
+        } else if self.start + window <= now {
+            *self = Self { start: now - now % window, count: 0 };
         }
         stepped_back
     }
@@ -50,13 +35,13 @@ impl Counter for FixedWindow {
     }
 
     #[inline]
-    fn wait_for(&self, _quota: &Parameters, now: u64, _cost: u64) -> u64 {
-        self.rest(now)
+    fn wait_for(&self, quota: &Parameters, now: u64, _cost: u64) -> u64 {
+        self.start + quota.window() - now
     }
 
     #[inline]
-    fn reset_after(&self, _quota: &Parameters, now: u64, extra: u64) -> u64 {
-        if self.count + extra == 0 { 0 } else { self.rest(now) }
+    fn reset_after(&self, quota: &Parameters, now: u64, extra: u64) -> u64 {
+        if self.count + extra == 0 { 0 } else { self.start + quota.window() - now }
     }
 
     #[inline]

@@ -27,8 +27,8 @@ pub(crate) struct Parameters {
     lifetime: Lifetime,
     overdraft_lifetime: Lifetime,
     window_with_lifetime: u64,
-    /// Start of the window of a calendar, which is not aligned to the epoch.
-    period_start: Option<u64>,
+    /// Start of the window of a calendar, which is not aligned to the epoch; otherwise 0.
+    period_start: u64,
 }
 
 /// Bits behind the point of the factor of [`Parameters::used_sevenths`].
@@ -60,7 +60,7 @@ impl Parameters {
             lifetime,
             overdraft_lifetime: Lifetime::from_millis(millis.saturating_mul(10)),
             window_with_lifetime: window << Lifetime::NUMBER_BITS | lifetime.number,
-            period_start: None,
+            period_start: 0,
         }
     }
 
@@ -68,7 +68,7 @@ impl Parameters {
     pub(crate) fn in_period(&self, start: u64, end: u64) -> Self {
         let window = end.saturating_sub(start).max(1);
         let parameters = Self::new(self.algorithm, self.limit, window, self.burst);
-        Self { period_start: Some(start), ..parameters.without_fast_path() }
+        Self { period_start: start.max(1), ..parameters.without_fast_path() }
     }
 
     pub(crate) fn with_count_denied(self, count_denied: bool) -> Self {
@@ -100,9 +100,9 @@ impl Parameters {
         self.window
     }
 
-    /// Returns the start of the window of a calendar.
+    /// Returns the start of the window of a calendar; otherwise 0.
     #[inline]
-    pub(crate) fn period_start(&self) -> Option<u64> {
+    pub(crate) fn period_start(&self) -> u64 {
         self.period_start
     }
 

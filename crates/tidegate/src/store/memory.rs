@@ -228,9 +228,12 @@ impl MemoryStore {
             return;
         }
         let now = self.clock.now();
-        let (action, quota) = (Action::ChargeUpTo, &*charge.quota().parameters_at(now));
+        let quota = charge.quota().in_period_at(now);
+        let in_period = quota.as_ref().map(|quota| charge.with_quota(quota));
+        let charge = in_period.as_ref().unwrap_or(charge);
+        let action = Action::ChargeUpTo;
         let context =
-            ChargeContext { store: self, action, charge, quota, fingerprint, now, all_fit: true };
+            ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
         // Without room for a longer log, the units are not counted.
         let _ = context.apply(&mut table, &mut Reservation::new(self));
         table.sweep(now, &self.capacity);
@@ -251,7 +254,7 @@ impl MemoryStore {
         by_counter!(charge.quota().parameters(), self.decide_as(action, charge, check))
     }
 
-    /// Decides a charge that has a hold, or whose quota has blocks or releases holds.
+    /// Decides a charge that has a hold, or whose quota has blocks or a calendar, or releases holds.
     #[cold]
     #[inline(never)]
     fn decide_extended(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
@@ -348,17 +351,16 @@ impl MemoryStore {
         fingerprint: Fingerprint,
         mut table: SpinMutexGuard<'a, Table>,
     ) -> Result<Decision, StoreError> {
-        if charge.is_extended() {
+        // The numbers of a calendar depend on the time.
+        if charge.is_extended() || charge.quota().calendar().is_some() {
             drop(table);
             return self.decide_extended(action, charge);
         }
         let mut reservation = Reservation::new(self);
         loop {
             let now = self.clock.now();
-            let quota = &*charge.quota().parameters_at(now);
-            let all_fit = true;
             let context =
-                ChargeContext { store: self, action, charge, quota, fingerprint, now, all_fit };
+                ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
             let lack = match context.apply_as::<C>(&mut table, &mut reservation) {
                 Ok(decision) => {
                     table.sweep(now, &self.capacity);

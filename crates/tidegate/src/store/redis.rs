@@ -62,6 +62,7 @@ use self::builder::Deployment;
 pub use self::client::restrictions::Restriction;
 pub use self::client::stats::Distribution;
 pub use self::client::tls::Tls;
+pub use self::coordination::board::FleetBoard;
 use self::coordination::heartbeat::Heartbeats;
 use self::coordination::invalidation::{PendingInvalidation, Publisher};
 pub use self::coordination::overrides::{
@@ -71,8 +72,8 @@ pub use self::coordination::probe::SCRIPT_COMMANDS;
 pub use self::health::{NodeHealth, Reply};
 use self::routing::slots::slot_of_charge;
 use self::routing::step::Delivery;
-pub use self::script::ClockSource;
 use self::script::requests::{Operation, Request};
+pub use self::script::{ClockSource, FORMAT};
 use super::invalidation::{Cursor, Invalidations};
 use super::{Action, Outcome, SharedStore, Store, StoreError, collect_independent};
 use crate::charge::Charge;
@@ -237,6 +238,13 @@ impl RedisStore {
     #[must_use]
     pub fn overrides_version(&self) -> watch::Receiver<Option<String>> {
         self.heartbeats.overrides.subscribe()
+    }
+
+    /// Returns the texts and events that the instances of a fleet show each other; `None` if
+    /// heartbeats are off.
+    #[must_use]
+    pub fn fleet_board(&self) -> Option<FleetBoard<'_>> {
+        FleetBoard::new(self.dispatcher.topology(), &self.dispatcher.prefix)
     }
 
     /// Returns the key under which Redis keeps the count of a charge.

@@ -7,8 +7,8 @@ use super::table::Table;
 use super::{MemoryStore, by_counter};
 use crate::action::Action;
 use crate::algorithm::{
-    self, Algorithm, Bucket, FixedWindow, Operation, Parameters, RawDecision, SlidingCounter,
-    SlidingLog,
+    self, Algorithm, Bucket, CalendarWindow, FixedWindow, Operation, Parameters, RawDecision,
+    SlidingCounter, SlidingLog,
 };
 use crate::charge::Charge;
 use crate::key::{Fingerprint, PolicyClass};
@@ -19,8 +19,6 @@ pub(super) struct ChargeContext<'a> {
     pub(super) store: &'a MemoryStore,
     pub(super) action: Action,
     pub(super) charge: &'a Charge<'a>,
-    /// Numbers of its quota at this time.
-    pub(super) quota: &'a Parameters,
     pub(super) fingerprint: Fingerprint,
     pub(super) now: u64,
     /// Whether all charges of an all-or-nothing group fit.
@@ -45,7 +43,7 @@ pub(super) struct Fit {
 
 impl<'a> ChargeContext<'a> {
     fn quota(&self) -> &'a Parameters {
-        self.quota
+        self.charge.quota().parameters()
     }
 
     fn operation(&self) -> Operation<'a> {
@@ -62,6 +60,9 @@ impl<'a> ChargeContext<'a> {
     /// Returns whether the units can be spent.
     #[inline]
     pub(super) fn fits(self, table: &mut Table) -> Fit {
+        if self.quota().period_start() > 0 {
+            return self.fits_as::<CalendarWindow>(table);
+        }
         by_counter!(self.quota(), self.fits_as(table))
     }
 
@@ -91,6 +92,9 @@ impl<'a> ChargeContext<'a> {
         table: &mut Table,
         reservation: &mut Reservation<'_>,
     ) -> Result<RawDecision, Lack> {
+        if self.quota().period_start() > 0 {
+            return self.apply_as::<CalendarWindow>(table, reservation);
+        }
         by_counter!(self.quota(), self.apply_as(table, reservation))
     }
 

@@ -9,6 +9,7 @@ use crate::action::Action;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::key::Fingerprint;
+use crate::quota::Quota;
 use crate::store::StoreError;
 
 impl MemoryStore {
@@ -38,6 +39,19 @@ impl MemoryStore {
         loop {
             let mut locked = self.lock_all(&fingerprints);
             let now = self.clock.now();
+            let quotas = in_periods(charges, now);
+            let in_periods: Option<Vec<Charge<'_>>> = quotas.as_ref().map(|quotas| {
+                charges.iter().zip(quotas).map(|(charge, quota)| charge.with_quota(quota)).collect()
+            });
+            let charges = in_periods.as_deref().unwrap_or(charges);
+            let context = |charge, fingerprint: Fingerprint, all_fit| ChargeContext {
+                store: self,
+                action,
+                charge,
+                fingerprint,
+                now,
+                all_fit,
+            };
             let is_all_or_nothing = matches!(action, Action::Acquire | Action::Peek);
             let (mut all_fit, mut new_keys, mut new_blocks) = (true, 0, 0);
             // Entries that logs have to grow by: if all charges fit, and because denials count.
@@ -46,10 +60,7 @@ impl MemoryStore {
             let mut needs_room: Option<Fingerprint> = None;
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
-                let quota = &*charge.quota().parameters_at(now);
-                let (store, all) = (self, true);
-                let charge_context =
-                    ChargeContext { store, action, charge, quota, fingerprint, now, all_fit: all };
+                let charge_context = context(charge, fingerprint, true);
                 let (fit, is_repeated) = if EXTENDED {
                     charge_context.fit_with_hold(table, &mut reservation)?
                 } else {
@@ -103,9 +114,7 @@ impl MemoryStore {
             let mut decisions = Vec::with_capacity(charges.len());
             for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
                 let table = locked.table(fingerprint);
-                let (store, quota) = (self, &*charge.quota().parameters_at(now));
-                let context =
-                    ChargeContext { store, action, charge, quota, fingerprint, now, all_fit };
+                let context = context(charge, fingerprint, all_fit);
                 let decided = if EXTENDED {
                     context.apply_with_hold(table, &mut reservation, starts_blocks)
                 } else {
@@ -159,13 +168,22 @@ impl MemoryStore {
     }
 }
 
+/// Returns the quotas with the numbers of this time, if any has a calendar.
+fn in_periods(charges: &[Charge<'_>], now: u64) -> Option<Vec<Quota>> {
+    let has_calendar = charges.iter().any(|charge| charge.quota().calendar().is_some());
+    let in_period = |charge: &Charge<'_>| {
+        let quota = charge.quota();
+        quota.in_period_at(now).unwrap_or_else(|| quota.clone())
+    };
+    has_calendar.then(|| charges.iter().map(in_period).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
     use super::*;
-    use crate::quota::Quota;
 
     #[test]
     fn decision_that_waits_for_a_shard_holds_no_other_shard() {

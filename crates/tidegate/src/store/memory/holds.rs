@@ -811,9 +811,8 @@ impl MemoryStore {
         let fingerprint = self.fingerprint(charge);
         let _table = self.shard(fingerprint).lock();
         let (action, now) = (Action::Acquire, self.clock.now());
-        let quota = &*charge.quota().parameters_at(now);
         let context =
-            ChargeContext { store: self, action, charge, quota, fingerprint, now, all_fit: true };
+            ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
         !matches!(context.known(), Known::Nothing)
     }
 

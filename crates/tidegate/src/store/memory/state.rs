@@ -17,8 +17,8 @@
 
 use super::logs::Logs;
 use crate::algorithm::{
-    Bucket, Counter, FixedWindow, Lifetime, LogGrowth, Parameters, Parts, SlidingCounter,
-    SlidingLog,
+    Bucket, CalendarWindow, Counter, FixedWindow, Lifetime, LogGrowth, Parameters, Parts,
+    SlidingCounter, SlidingLog,
 };
 
 /// The latest time that a state can hold: the year 2255.
@@ -189,7 +189,7 @@ impl StoredCounter for FixedWindow {
 
     #[inline]
     fn unpack(state: PackedState, _quota: &Parameters, _logs: &mut Logs) -> Self {
-        Self { start: state.time(), count: state.units(), window: state.parts() }
+        Self { start: state.time(), count: state.units() }
     }
 
     #[inline]
@@ -200,16 +200,33 @@ impl StoredCounter for FixedWindow {
         _before: Option<PackedState>,
         _logs: &mut Logs,
     ) -> PackedState {
-        // A count outlives a calendar that was changed to shorter periods.
-        let is_current = self.window == quota.window();
-        let lifetime = if is_current { quota.lifetime() } else { Lifetime::of(self.window) };
-        PackedState::new(Self::KIND, self.start, self.count, self.window, lifetime)
+        PackedState::new(Self::KIND, self.start, self.count, quota.window(), quota.lifetime())
             .with_usage(usage)
     }
 
     #[inline]
     fn try_copy(&self) -> Option<Self> {
         Some(*self)
+    }
+}
+
+/// Stored like a fixed window, so that a count stays in force if a policy gets a calendar.
+impl StoredCounter for CalendarWindow {
+    const KIND: CounterKind = CounterKind::Window;
+
+    fn unpack(state: PackedState, quota: &Parameters, logs: &mut Logs) -> Self {
+        Self { inner: FixedWindow::unpack(state, quota, logs), length: state.parts() }
+    }
+
+    fn pack(
+        self,
+        _quota: &Parameters,
+        usage: Usage,
+        _before: Option<PackedState>,
+        _logs: &mut Logs,
+    ) -> PackedState {
+        let (FixedWindow { start, count }, length) = (self.inner, self.length);
+        PackedState::new(Self::KIND, start, count, length, Lifetime::of(length)).with_usage(usage)
     }
 }
 

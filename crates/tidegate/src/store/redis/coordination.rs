@@ -1,6 +1,7 @@
-//! Calls that no decision waits for: invalidations, heartbeats, overrides, and checks of nodes that
-//! fail.
+//! Calls that no decision waits for: invalidations, heartbeats, overrides, what instances show each
+//! other, and checks of nodes that fail.
 
+pub(super) mod board;
 pub(super) mod heartbeat;
 pub(super) mod invalidation;
 pub(super) mod overrides;

@@ -1,6 +1,6 @@
 //! [`Script`]: decide.lua with the files that it includes, with holds and calendars and without,
-//! heartbeat.lua, invalidation.lua and overrides.lua, each with the server's clock and with an
-//! estimated one.
+//! heartbeat.lua, invalidation.lua, overrides.lua and board.lua, each with the server's clock and
+//! with an estimated one.
 
 use std::sync::LazyLock;
 
@@ -13,7 +13,7 @@ pub(super) mod requests;
 /// Version of the forms in which scripts keep counts. A release that cannot read the values of the one before it, or that writes
 /// values which that one cannot read, has another version, and so other names of counts. During an
 /// upgrade each version then counts for itself, and a key is admitted at most twice its limit.
-pub(super) const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 1;
 
 /// Returns the mark of a format in names of counts and instances. The first one has none.
 pub(super) fn format_mark(format: u32) -> String {
@@ -64,6 +64,7 @@ const DECIDE: &str = include_str!("script/decide.lua");
 const HEARTBEAT: &str = include_str!("coordination/heartbeat.lua");
 const INVALIDATION: &str = include_str!("coordination/invalidation.lua");
 const OVERRIDES: &str = include_str!("coordination/overrides.lua");
+const BOARD: &str = include_str!("coordination/board.lua");
 /// Files that decide.lua includes, by name: general.lua before those that it includes itself.
 const INCLUDED: [(&str, &str); 14] = [
     CLOCK,
@@ -109,7 +110,7 @@ pub(super) const SCRIPT_COUNT: usize = 2 * (DECIDE_COUNT + OWN.len());
 /// Variants of decide.lua: in both modes, with each set of parts.
 const DECIDE_COUNT: usize = 8;
 /// Scripts of the store's own keys.
-const OWN: [&str; 3] = [HEARTBEAT, INVALIDATION, OVERRIDES];
+const OWN: [&str; 4] = [HEARTBEAT, INVALIDATION, OVERRIDES, BOARD];
 /// The variants of decide.lua, then the scripts of own keys; then all of them with an estimated
 /// clock.
 static SCRIPTS: LazyLock<[Script; SCRIPT_COUNT]> = LazyLock::new(|| {
@@ -163,6 +164,11 @@ impl Script {
     /// Returns overrides.lua.
     pub(super) fn overrides() -> &'static Self {
         &SCRIPTS[DECIDE_COUNT + 2]
+    }
+
+    /// Returns board.lua.
+    pub(super) fn board() -> &'static Self {
+        &SCRIPTS[DECIDE_COUNT + 3]
     }
 
     /// Returns its index, below [`SCRIPT_COUNT`].
@@ -242,7 +248,8 @@ mod tests {
             [Script::decide(KeyMode::Declared, parts), cross_slot]
         });
         let mut scripts = scripts.concat();
-        scripts.extend([Script::heartbeat(), Script::invalidation(), Script::overrides()]);
+        scripts.extend([Script::heartbeat(), Script::invalidation()]);
+        scripts.extend([Script::overrides(), Script::board()]);
         for (index, script) in scripts.iter().enumerate() {
             assert_eq!(script.index(), index);
         }

@@ -389,3 +389,44 @@ fn decisions_in_redis_take_no_more_instructions_than_the_limits() {
         .collect();
     assert!(above.is_empty(), "more than 5 % above the limits:\n{}", above.join("\n"));
 }
+
+/// 200 heartbeats per second, as in any fleet of more than 200 instances, and 50 publications, on a
+/// core with three billion instructions per second.
+#[test]
+#[ignore = "slow: make bench-redis-instructions runs it"]
+fn a_fleet_of_1000_takes_less_than_one_percent_of_a_core_in_redis() {
+    const INSTANCES: usize = 1_000;
+    let (server, mut connection) = Server::start();
+    let state = "x".repeat(1_500);
+    let key = "rate_limit:{%alive}";
+    let mut version = String::new();
+    let mut heartbeat = |connection: &mut Connection, instance: usize| {
+        let mut call = redis::cmd("EVALSHA");
+        call.arg(&Script::heartbeat().sha).arg(2).arg(key).arg(format!("{key}:version"));
+        call.arg(format!("{instance:032}")).arg(5_000_000).arg(25_000).arg(250_000_000);
+        call.arg(INSTANCES).arg(&version).arg(format!("{instance:032}")).arg(0);
+        let reply: Vec<String> = call.query(connection).expect("a heartbeat");
+        version.clone_from(&reply[0]);
+    };
+    let publish = |connection: &mut Connection, instance: usize, shared: &str| {
+        let mut call = redis::cmd("EVALSHA");
+        call.arg(&Script::board().sha).arg(2).arg(format!("{key}:instance:{instance:032}"));
+        call.arg(format!("{key}:shared:config")).arg("publish");
+        call.arg(&state).arg(100_000).arg(900_000).arg(shared);
+        assert_eq!(call.query::<u64>(connection), Ok(1));
+    };
+    load(&mut connection, Script::heartbeat());
+    load(&mut connection, Script::board());
+    for instance in 0..INSTANCES {
+        heartbeat(&mut connection, instance);
+        publish(&mut connection, instance, "shared");
+    }
+    let _ = server.instructions();
+    (0..INSTANCES).for_each(|instance| heartbeat(&mut connection, instance));
+    let per_heartbeat = server.instructions() / INSTANCES as u64;
+    (0..INSTANCES).for_each(|instance| publish(&mut connection, instance, ""));
+    let per_publication = server.instructions() / INSTANCES as u64;
+    let per_second = 200 * per_heartbeat + 50 * per_publication;
+    println!("{per_heartbeat} per heartbeat, {per_publication} per publication, {per_second}/s");
+    assert!(per_second < 30_000_000);
+}

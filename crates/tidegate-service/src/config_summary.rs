@@ -1,0 +1,297 @@
+//! [`ConfigSummary`]: what a configuration says, in few words, so that two of them can be compared
+//! policy by policy and field by field.
+//!
+//! Instances show each other their summaries in Redis, and the journal and the log have what
+//! differs. So a summary has no value that may be a secret or a key, but a short hash of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use tidegate::{Cost, KeySource, Policy, Quota};
+
+use tidegate_config::envoy::{Limit, Rule};
+use tidegate_config::{Config, key_hash};
+
+/// Maximum number of bytes of a summary as JSON.
+const MAX_SUMMARY_BYTES: usize = 48 * 1_024;
+/// Maximum number of differences that are listed.
+const MAX_CHANGES: usize = 50;
+/// Maximum length of a value that is shown.
+const MAX_VALUE_CHARS: usize = 60;
+/// First character of a hash that stands for a value.
+const HASHED: char = '#';
+
+/// Fields of the policies and hashes of the sections of a configuration.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ConfigSummary {
+    policies: BTreeMap<String, BTreeMap<String, String>>,
+    sections: BTreeMap<String, String>,
+    /// Number of policies that are left out, because the summary would be too long.
+    omitted_policies: usize,
+}
+
+/// Difference between two configurations.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
+pub struct ConfigChange {
+    /// Policy or rule; null for another section of the file.
+    pub policy: Option<String>,
+    /// Field of the policy, or section of the file; null for a policy that was added or removed.
+    pub field: Option<String>,
+    /// Value before; null if it is not shown, or for a new policy or field.
+    pub old: Option<String>,
+    /// Value after; null if it is not shown, or for a policy or field that was removed.
+    pub new: Option<String>,
+    /// The change in words.
+    pub text: String,
+}
+
+impl ConfigSummary {
+    /// Summarizes a configuration.
+    pub fn new(config: &Config) -> Self {
+        let policies = config.policies.iter();
+        let policies = policies.map(|policy| (policy.name().to_owned(), of_policy(policy)));
+        let rules = config.envoy.rules.rules().map(|rule| (rule.path.clone(), of_rule(rule)));
+        let mut summary = Self {
+            policies: policies.chain(rules).collect(),
+            sections: config.sections.clone(),
+            omitted_policies: 0,
+        };
+        while summary.to_json().len() > MAX_SUMMARY_BYTES && !summary.policies.is_empty() {
+            // In the order of their names, so that two summaries leave the same ones out.
+            let kept = summary.policies.len() * 3 / 4;
+            summary.omitted_policies += summary.policies.len() - kept;
+            summary.policies = summary.policies.into_iter().take(kept).collect();
+        }
+        summary
+    }
+
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// Returns what another configuration has changed in this one: policies first, then sections
+    /// other than those of the policies.
+    pub fn changes_to(&self, after: &Self) -> Vec<ConfigChange> {
+        let mut changes = Vec::new();
+        for name in names(&self.policies, &after.policies) {
+            match (self.policies.get(name), after.policies.get(name)) {
+                (Some(old), Some(new)) => {
+                    let fields = names(old, new).into_iter();
+                    let differ = fields.filter(|field| old.get(*field) != new.get(*field));
+                    changes.extend(differ.map(|field| {
+                        ConfigChange::of_field(name, field, old.get(field), new.get(field))
+                    }));
+                }
+                (old, _) => changes.push(ConfigChange::of_policy(name, old.is_some())),
+            }
+        }
+        let has_policies = !changes.is_empty();
+        for name in names(&self.sections, &after.sections) {
+            let is_explained = has_policies && matches!(name.as_str(), "policies" | "envoy");
+            if !is_explained && self.sections.get(name) != after.sections.get(name) {
+                changes.push(ConfigChange::of_section(name));
+            }
+        }
+        let more = changes.len().saturating_sub(MAX_CHANGES);
+        changes.truncate(MAX_CHANGES);
+        if more > 0 {
+            let text = format!("{more} more differences");
+            changes.push(ConfigChange { text, ..ConfigChange::of_section("") });
+        }
+        changes
+    }
+}
+
+impl ConfigChange {
+    fn of_field(policy: &str, field: &str, old: Option<&String>, new: Option<&String>) -> Self {
+        let shown = |value: Option<&String>| value.filter(|it| !it.starts_with(HASHED)).cloned();
+        let (old, new) = (shown(old), shown(new));
+        let text = match (&old, &new) {
+            (Some(old), Some(new)) => format!("{policy}: {field} {old} → {new}"),
+            (None, Some(new)) => format!("{policy}: {field} → {new}"),
+            _ => format!("{policy}: {field} changed"),
+        };
+        Self { policy: Some(policy.to_owned()), field: Some(field.to_owned()), old, new, text }
+    }
+
+    fn of_policy(policy: &str, is_removed: bool) -> Self {
+        let text = format!("{policy}: policy {}", if is_removed { "removed" } else { "added" });
+        Self { policy: Some(policy.to_owned()), field: None, old: None, new: None, text }
+    }
+
+    /// Returns the change of files that the configuration names.
+    pub fn of_files(files: String) -> Self {
+        let text = format!("changed files: {files}");
+        Self { policy: None, field: None, old: None, new: Some(files), text }
+    }
+
+    fn of_section(section: &str) -> Self {
+        let text = format!("section {section} changed");
+        Self { policy: None, field: Some(section.to_owned()), old: None, new: None, text }
+    }
+}
+
+impl fmt::Display for ConfigChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// Fields of one policy. Those that are not in the file have their default.
+struct Fields(BTreeMap<String, String>);
+
+impl Fields {
+    fn new(quota: &Quota) -> Self {
+        let mut fields = Self(BTreeMap::new());
+        fields.add("algorithm", quota.algorithm().as_str());
+        fields.add("limit", quota.limit().to_string());
+        if !quota.is_concurrency() {
+            fields.add("window", tidegate_config::duration::readable(quota.window()));
+        }
+        if quota.burst() != quota.limit() {
+            fields.add("burst", quota.burst().to_string());
+        }
+        fields.add("count_denied", quota.count_denied().to_string());
+        fields.add("encoding", quota.encoding().as_str());
+        let blocks = quota.block_for().iter().copied().map(tidegate_config::duration::readable);
+        fields.add("block_for", blocks.collect::<Vec<_>>().join(", "));
+        fields
+    }
+
+    /// Adds a field, unless it is empty. A long value is replaced by its hash.
+    fn add(&mut self, name: &str, value: impl Into<String>) {
+        let value = value.into();
+        if value.chars().count() > MAX_VALUE_CHARS {
+            self.add_hashed(name, &value);
+        } else if !value.is_empty() {
+            self.0.insert(name.to_owned(), value);
+        }
+    }
+
+    /// Adds a field whose value may be a secret or has keys.
+    fn add_hashed(&mut self, name: &str, value: &str) {
+        if !value.is_empty() {
+            self.0.insert(name.to_owned(), format!("{HASHED}{}", key_hash::short(value)));
+        }
+    }
+}
+
+fn of_policy(policy: &Policy) -> BTreeMap<String, String> {
+    let mut fields = Fields::new(policy.quota());
+    let key: Vec<&str> = policy.key().iter().map(KeySource::as_str).collect();
+    fields.add("key", key.join(", "));
+    fields.add("missing_key", policy.missing_key().as_str());
+    fields.add("mode", policy.mode().as_str());
+    fields.add("on_store_failure", policy.on_store_failure().as_str());
+    fields.add("show_keys", policy.show_keys().as_str());
+    fields.add(
+        "cost",
+        match policy.cost() {
+            Cost::Fixed(units) => units.to_string(),
+            Cost::Attribute { name, default, max } => format!("{name}, {default} to {max}"),
+        },
+    );
+    if let Some(statuses) = policy.refund_on() {
+        fields.add("refund_on", statuses.iter().collect::<Vec<_>>().join(", "));
+    }
+    let text = |entries: BTreeMap<&str, String>| match entries.len() {
+        0 => String::new(),
+        _ => format!("{entries:?}"),
+    };
+    let matched = policy.conditions().map(|(name, values)| (name, format!("{values:?}")));
+    fields.add_hashed("match", &text(matched.collect()));
+    let unless: Vec<String> =
+        policy.unless().map(|entry| format!("{:?}", entry.collect::<Vec<_>>())).collect();
+    fields.add_hashed("unless", &unless.join(" "));
+    let overrides = policy.overrides().map(|(key, quota)| (key, format!("{quota:?}")));
+    fields.add_hashed("overrides", &text(overrides.collect()));
+    if let Some((attribute, quotas)) = policy.limits() {
+        let limits =
+            quotas.iter().map(|(value, quota)| (value.as_str(), quota.limit().to_string()));
+        fields.add_hashed("limits", &format!("{attribute} {}", text(limits.collect())));
+    }
+    fields.0
+}
+
+fn of_rule(rule: &Rule) -> BTreeMap<String, String> {
+    let mut fields = match &rule.limit {
+        Limit::Quota(_, quota) => Fields::new(quota),
+        Limit::Zero(..) => Fields(BTreeMap::from([("limit".to_owned(), "0".to_owned())])),
+        Limit::Unlimited => Fields(BTreeMap::from([("limit".to_owned(), "unlimited".to_owned())])),
+    };
+    fields.add("mode", rule.mode.as_str());
+    fields.0
+}
+
+fn names<'a, V>(
+    old: &'a BTreeMap<String, V>,
+    new: &'a BTreeMap<String, V>,
+) -> BTreeSet<&'a String> {
+    old.keys().chain(new.keys()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn summary(policies: &str, other: &str) -> ConfigSummary {
+        let text = format!("{other}\npolicies:\n{policies}");
+        ConfigSummary::new(&Config::parse("test", &text).unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    fn texts(before: &ConfigSummary, after: &ConfigSummary) -> Vec<String> {
+        before.changes_to(after).into_iter().map(|change| change.text).collect()
+    }
+
+    #[test]
+    fn changes_name_the_policy_the_field_and_both_values() {
+        let policy = |name: &str, rest: &str| {
+            format!(
+                "  - {{name: {name}, key: [header.u], algorithm: sliding-log, window: 60s, {rest}}}\n"
+            )
+        };
+        let old = [
+            policy("a", "limit: 100, overrides: [{key: S3CR3T, limit: 7}]"),
+            policy("b", "limit: 5"),
+        ];
+        let new = [
+            policy("a", "limit: 200, mode: shadow, overrides: [{key: S3CR3T, limit: 8}]"),
+            policy("c", "limit: 5"),
+        ];
+        let (old, new) = (summary(&old.concat(), ""), summary(&new.concat(), "client_ip: {}"));
+        assert_eq!(
+            texts(&old, &new),
+            [
+                "a: limit 100 → 200",
+                "a: mode enforce → shadow",
+                "a: overrides changed",
+                "b: policy removed",
+                "c: policy added",
+                "section client_ip changed",
+            ]
+        );
+        assert!(!old.to_json().contains("S3CR3T"), "{}", old.to_json());
+        assert_eq!(texts(&new, &new), [""; 0]);
+        let again: ConfigSummary = serde_json::from_str(&old.to_json()).expect("our own JSON");
+        assert_eq!(again, old);
+    }
+
+    #[test]
+    fn a_long_configuration_has_a_short_summary_and_few_changes() {
+        let policies = |limit: u64| -> String {
+            let policy = |number: u64| {
+                format!(
+                    "  - {{name: policy-{number:04}, algorithm: token-bucket, limit: {limit}, window: 1s}}\n"
+                )
+            };
+            (0..1_000).map(policy).collect()
+        };
+        let (old, new) = (summary(&policies(5), ""), summary(&policies(6), ""));
+        assert!(old.to_json().len() <= MAX_SUMMARY_BYTES && old.omitted_policies > 0);
+        let changes = texts(&old, &new);
+        assert_eq!(changes.len(), MAX_CHANGES + 1);
+        assert!(changes[MAX_CHANGES].ends_with(" more differences"), "{changes:?}");
+    }
+}
