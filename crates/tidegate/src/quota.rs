@@ -239,14 +239,14 @@ impl Quota {
     /// use tidegate::{Calendar, CalendarUnit, Charge, Limiter, ManualClock, MemoryStore, Quota};
     ///
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let calendar = Calendar::new(CalendarUnit::Month, "Europe/Berlin")?.with_anchor("15")?;
+    /// let calendar = Calendar::new(CalendarUnit::Month, "Europe/Berlin")?.with_anchor("16")?;
     /// let quota = Quota::calendar_window(1, calendar)?;
-    /// let clock = ManualClock::new(); // 14 November 2023, 23:13 in Berlin
+    /// let clock = ManualClock::new(); // 15 November 2023, 13:00 in Berlin
     /// let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     /// let charge = Charge::new("user123", &quota);
     /// assert!(limiter.blocking().acquire(&charge)?.allowed);
     /// let denied = limiter.blocking().acquire(&charge)?;
-    /// assert_eq!(denied.retry_after.as_secs() / 60, 46); // until midnight
+    /// assert_eq!(denied.retry_after.as_secs() / 3_600, 11); // until midnight
     /// clock.advance(denied.retry_after);
     /// assert!(limiter.blocking().acquire(&charge)?.allowed);
     /// # Ok(())

@@ -363,9 +363,11 @@ fn with_numbers(
 ) -> Result<Quota, QuotaError> {
     let limit = limit.unwrap_or_else(|| quota.limit());
     let own_burst = Some(quota.burst()).filter(|burst| *burst != quota.limit());
-    let mut new = match window {
-        None if quota.is_concurrency() => Quota::concurrency(limit)?,
-        window => Quota::new(quota.algorithm(), limit, window.unwrap_or_else(|| quota.window()))?,
+    let algorithm = quota.algorithm();
+    let mut new = match (window, quota.calendar()) {
+        (None, _) if quota.is_concurrency() => Quota::concurrency(limit)?,
+        (None, Some(calendar)) => Quota::new_in_calendar(algorithm, limit, calendar.clone())?,
+        (window, _) => Quota::new(algorithm, limit, window.unwrap_or_else(|| quota.window()))?,
     };
     if let Some(burst) = burst.or(own_burst) {
         new = new.with_burst(burst)?;

@@ -22,7 +22,7 @@ use self::capacity::{Capacity, Reservation};
 use self::context::ChargeContext;
 use self::holds::Holds;
 use self::shard::Shard;
-use self::state::{MAX_TIME, StoredCounter, Usage};
+use self::state::{CounterKind, MAX_TIME, StoredCounter, Usage};
 use self::table::Table;
 use super::{Outcome, Store, StoreError};
 use crate::action::Action;
@@ -352,7 +352,8 @@ impl MemoryStore {
         mut table: SpinMutexGuard<'a, Table>,
     ) -> Result<Decision, StoreError> {
         // The numbers of a calendar depend on the time.
-        if charge.is_extended() || charge.quota().calendar().is_some() {
+        let has_calendar = C::KIND == CounterKind::Window && charge.quota().calendar().is_some();
+        if charge.is_extended() || has_calendar {
             drop(table);
             return self.decide_extended(action, charge);
         }

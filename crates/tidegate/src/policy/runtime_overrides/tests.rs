@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use crate::calendar::{Calendar, CalendarUnit};
 use crate::clock::ManualClock;
 use crate::decision::Source;
 use crate::limiter::Limiter;
@@ -224,4 +225,14 @@ fn overrides_are_validated_like_those_of_the_file() {
     assert_eq!(joined, two.override_key(&["x|y", "z"]).expect("valid"));
     let quota = two.overridden_quota("x", Some(20), None, None).expect("valid");
     assert_eq!((quota.limit(), quota.burst(), quota.block_for()), (20, 30, &[MINUTE][..]));
+}
+
+#[test]
+fn an_override_of_the_limit_keeps_the_calendar() {
+    let month = Calendar::new(CalendarUnit::Month, "Europe/Berlin").expect("valid");
+    let quota = Quota::calendar_window(10, month).expect("valid");
+    let policy = Policy::builder("p", quota.clone()).key(["ip"]).build().expect("valid");
+    let of = |window| policy.overridden_quota("192.0.2.1", Some(50), window, None).expect("valid");
+    assert_eq!((of(None).limit(), of(None).calendar()), (50, quota.calendar()));
+    assert_eq!(of(Some(MINUTE)).calendar(), None, "a window of its own");
 }
