@@ -1,7 +1,7 @@
--- Picks the current period of a calendar quota: a fixed-window that has an option. Its option is the
--- start of the first of two periods, and its window the lengths of both in seconds, as one number:
--- first + second * 2^25. The server's clock picks, whatever those of the instances say. decide.lua
--- and general.lua include this file in calls with such quotas.
+-- Picks the current period of a calendar quota: a fixed-window that has an option. Its option is
+-- the start of the first of two periods, and its window the lengths of both in seconds, as one
+-- number: first + second * 2^25. The server's clock picks, whatever those of the instances say.
+-- decide.lua and general.lua include this file in calls with such quotas.
 -- inputs
 -- luacheck: read globals now
 -- outputs: option and window, the start and the length of the period in microseconds

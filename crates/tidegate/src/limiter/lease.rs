@@ -25,18 +25,18 @@ const MAX_RENEWALS: usize = 1_000;
 /// Charge with a hold, which is renewed until the lease is dropped.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    held: Arc<Held>,
+    held: Arc<HeldUnits>,
     renewal: Option<Renewal>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct HeldUnits {
     charge: OwnedCharge,
     /// Time until which the units are known to be held (µs on the store's clock).
     until: AtomicU64,
 }
 
-impl Held {
+impl HeldUnits {
     /// Takes the answer to a call that was sent at this time.
     fn extend(&self, sent_at: Timestamp, decision: &Decision) {
         let is_held = |status| matches!(status, HoldStatus::Held | HoldStatus::Replayed);
@@ -60,7 +60,7 @@ pub(super) struct Leases(Mutex<LeaseTable>);
 #[derive(Debug, Default)]
 struct LeaseTable {
     /// By the number of the lease.
-    held: HashMap<u64, Arc<Held>>,
+    held: HashMap<u64, Arc<HeldUnits>>,
     last_number: u64,
     is_renewing: bool,
 }
@@ -71,7 +71,7 @@ impl Leases {
     }
 
     /// Adds a lease. Returns its number, and whether the task runs already.
-    fn insert(&self, held: &Arc<Held>) -> (u64, bool) {
+    fn insert(&self, held: &Arc<HeldUnits>) -> (u64, bool) {
         let mut table = self.lock();
         table.last_number += 1;
         let number = table.last_number;
@@ -80,7 +80,7 @@ impl Leases {
     }
 
     /// Returns the leases to renew. Without any, the task ends.
-    fn to_renew(&self) -> Vec<Arc<Held>> {
+    fn to_renew(&self) -> Vec<Arc<HeldUnits>> {
         let mut table = self.lock();
         table.is_renewing = !table.held.is_empty();
         table.held.values().map(Arc::clone).collect()
@@ -90,7 +90,7 @@ impl Leases {
 impl Lease {
     /// Creates a lease of a charge that has a hold, without renewals.
     pub(crate) fn new(charge: &Charge<'_>) -> Self {
-        let held = Held { charge: OwnedCharge::of(charge), until: AtomicU64::new(0) };
+        let held = HeldUnits { charge: OwnedCharge::of(charge), until: AtomicU64::new(0) };
         Self { held: Arc::new(held), renewal: None }
     }
 

@@ -18,7 +18,7 @@ use spin::mutex::SpinMutexGuard;
 
 use self::blocks::Blocks;
 pub use self::builder::Builder;
-use self::capacity::{Capacity, Reservation};
+use self::capacity::{Capacity, RoomReservation};
 use self::context::ChargeContext;
 use self::holds::Holds;
 use self::shard::Shard;
@@ -235,7 +235,7 @@ impl MemoryStore {
         let context =
             ChargeContext { store: self, action, charge, fingerprint, now, all_fit: true };
         // Without room for a longer log, the units are not counted.
-        let _ = context.apply(&mut table, &mut Reservation::new(self));
+        let _ = context.apply(&mut table, &mut RoomReservation::new(self));
         table.sweep(now, &self.capacity);
     }
 
@@ -357,7 +357,7 @@ impl MemoryStore {
             drop(table);
             return self.decide_extended(action, charge);
         }
-        let mut reservation = Reservation::new(self);
+        let mut reservation = RoomReservation::new(self);
         loop {
             let now = self.clock.now();
             let context =

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use spin::mutex::{SpinMutex, SpinMutexGuard};
 
 use super::SHARDS;
-use super::capacity::{Capacity, Lack, Reservation};
+use super::capacity::{Capacity, Lack, RoomReservation};
 use super::context::ChargeContext;
 use super::table::Table;
 use crate::action::Action;
@@ -109,7 +109,7 @@ impl ChargeContext<'_> {
     pub(super) fn apply_with_block(
         self,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
         starts: bool,
     ) -> Result<RawDecision, Lack> {
         let Self { store, fingerprint, now, action, .. } = self;

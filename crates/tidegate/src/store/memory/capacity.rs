@@ -35,7 +35,7 @@ pub(super) struct Room {
 }
 
 /// The room that a removed key has taken. It must be [released](Capacity::release), or
-/// [reused](Reservation::reuse) for another key.
+/// [reused](RoomReservation::reuse) for another key.
 #[derive(Debug)]
 #[must_use]
 pub(super) struct Removed {
@@ -43,7 +43,7 @@ pub(super) struct Removed {
     pub(super) log_entries: usize,
 }
 
-/// The room that a charge lacks: the [reservation](Reservation) must grow to this amount.
+/// The room that a charge lacks: the [reservation](RoomReservation) must grow to this amount.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Lack {
     Keys(usize),
@@ -132,13 +132,13 @@ impl Room {
 }
 
 /// Room for a charge, taken before anything is written. Unused room is released on drop.
-pub(super) struct Reservation<'a> {
+pub(super) struct RoomReservation<'a> {
     capacity: &'a Capacity,
     keys: usize,
     log_entries: usize,
 }
 
-impl<'a> Reservation<'a> {
+impl<'a> RoomReservation<'a> {
     pub(super) fn new(store: &'a MemoryStore) -> Self {
         Self { capacity: &store.capacity, keys: 0, log_entries: 0 }
     }
@@ -222,7 +222,7 @@ impl<'a> Reservation<'a> {
     }
 }
 
-impl Drop for Reservation<'_> {
+impl Drop for RoomReservation<'_> {
     fn drop(&mut self) {
         if self.keys > 0 {
             self.capacity.keys.restore(self.keys);

@@ -1,6 +1,6 @@
 //! [`ChargeContext`]: one charge applied to its locked table.
 
-use super::capacity::{Lack, Reservation};
+use super::capacity::{Lack, RoomReservation};
 use super::logs::Logs;
 use super::state::{CounterKind, PackedState, StoredCounter, Usage};
 use super::table::Table;
@@ -90,7 +90,7 @@ impl<'a> ChargeContext<'a> {
     pub(super) fn apply(
         self,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<RawDecision, Lack> {
         if self.quota().period_start() > 0 {
             return self.apply_as::<CalendarWindow>(table, reservation);
@@ -101,7 +101,7 @@ impl<'a> ChargeContext<'a> {
     pub(super) fn apply_as<C: StoredCounter>(
         self,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<RawDecision, Lack> {
         let quota = self.quota();
         let found = table.find(self.fingerprint);
@@ -161,7 +161,10 @@ impl<'a> ChargeContext<'a> {
     }
 
     /// Returns a new counter, whose log has room for the units that the action spends.
-    fn new_counter<C: StoredCounter>(&self, reservation: &mut Reservation<'_>) -> Result<C, Lack> {
+    fn new_counter<C: StoredCounter>(
+        &self,
+        reservation: &mut RoomReservation<'_>,
+    ) -> Result<C, Lack> {
         let mut counter = C::default();
         if C::KIND == CounterKind::Log && self.spends(self.quota().limit()) {
             self.grow_log(&mut counter, reservation)?;
@@ -173,7 +176,7 @@ impl<'a> ChargeContext<'a> {
     fn grow_log<C: StoredCounter>(
         &self,
         counter: &mut C,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<(), Lack> {
         if let Some(growth) = counter.growth(self.quota(), self.now) {
             counter.grow(reservation.reserve_growth(self.class(), growth)?);
@@ -188,7 +191,7 @@ impl<'a> ChargeContext<'a> {
         &self,
         table: &mut Table,
         at: usize,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<RawDecision, Lack> {
         let quota = self.quota();
         let before = table.state(at);
@@ -240,7 +243,7 @@ impl<'a> ChargeContext<'a> {
         &self,
         table: &mut Table,
         at: usize,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<RawDecision, Lack> {
         let quota = self.quota();
         let before = table.state(at);

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::sync::atomic::Ordering;
 
-use super::capacity::{Lack, Reservation};
+use super::capacity::{Lack, RoomReservation};
 use super::state::{CounterKind, PackedState, Usage};
 use super::{MemoryStore, SHARDS};
 use crate::key::Fingerprint;
@@ -26,7 +26,7 @@ impl MemoryStore {
         fingerprint: Fingerprint,
         lack: Lack,
         now: u64,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<(), StoreError> {
         let full = StoreError::Full { cap: self.max_keys() };
         let can_fit = match lack {
@@ -101,7 +101,7 @@ impl MemoryStore {
         fingerprint: Fingerprint,
         victim: Fingerprint,
         lack: Lack,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) {
         let mut table = self.shard(victim).lock();
         let Ok(at) = table.find(victim) else { return };

@@ -1,6 +1,6 @@
 //! Decisions on several charges at once, with the shards of all keys locked.
 
-use super::capacity::{Lack, Reservation};
+use super::capacity::{Lack, RoomReservation};
 use super::context::ChargeContext;
 use super::holds::RECORD_ENTRIES;
 use super::shard::LockedShards;
@@ -35,7 +35,7 @@ impl MemoryStore {
         let fingerprints: Vec<Fingerprint> =
             charges.iter().map(|charge| self.fingerprint(charge)).collect();
         let mut starts_blocks = EXTENDED && action == Action::Acquire;
-        let mut reservation = Reservation::new(self);
+        let mut reservation = RoomReservation::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
             let now = self.clock.now();

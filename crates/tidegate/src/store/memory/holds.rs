@@ -8,7 +8,7 @@ use spin::mutex::{SpinMutex, SpinMutexGuard};
 #[cfg(feature = "resilience")]
 use super::MemoryStore;
 use super::SHARDS;
-use super::capacity::{Capacity, Lack, Reservation};
+use super::capacity::{Capacity, Lack, RoomReservation};
 use super::context::{ChargeContext, Fit};
 use super::table::Table;
 use crate::action::Action;
@@ -57,12 +57,12 @@ type Place = (Fingerprint, Fingerprint);
 struct Chunk {
     /// Sorted by id.
     records: Vec<Record>,
-    held: Held,
+    held: PendingReleases,
 }
 
 /// Holds whose units return at the end, and have not yet.
 #[derive(Debug, Clone, Copy)]
-struct Held {
+struct PendingReleases {
     count: usize,
     units: u64,
     /// The first end, and the last one.
@@ -90,7 +90,7 @@ struct Record {
 const _: () = assert!(size_of::<Record>() == 64, "at most 64 bytes per hold");
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum RecordState {
     /// Not settled. At the end the units stay charged.
     Open,
     /// Not settled. At the end the units return.
@@ -113,7 +113,7 @@ enum Known {
     Another,
 }
 
-impl State {
+impl RecordState {
     const ALL: [Self; 6] = [
         Self::Open,
         Self::OpenUntilRelease,
@@ -125,13 +125,13 @@ impl State {
 }
 
 /// No holds.
-impl Default for Held {
+impl Default for PendingReleases {
     fn default() -> Self {
         Self { count: 0, units: 0, first: u64::MAX, last: 0 }
     }
 }
 
-impl Held {
+impl PendingReleases {
     fn add(self, other: Self) -> Self {
         Self {
             count: self.count + other.count,
@@ -148,35 +148,35 @@ impl Chunk {
         let released = self.records.iter().filter(|record| record.releases());
         let held = released.map(|record| {
             let Record { units, end_or_used: end, .. } = *record;
-            Held { count: 1, units, first: end, last: end }
+            PendingReleases { count: 1, units, first: end, last: end }
         });
-        self.held = held.fold(Held::default(), Held::add);
+        self.held = held.fold(PendingReleases::default(), PendingReleases::add);
     }
 }
 
 impl Record {
-    fn state(&self) -> State {
-        State::ALL[(self.kept_until_and_state & 7) as usize]
+    fn state(&self) -> RecordState {
+        RecordState::ALL[(self.kept_until_and_state & 7) as usize]
     }
 
     fn kept_until(&self) -> u64 {
         self.kept_until_and_state >> 3
     }
 
-    fn keep(&mut self, state: State, until: u64) {
+    fn keep(&mut self, state: RecordState, until: u64) {
         self.kept_until_and_state = until << 3 | state as u64;
     }
 
     /// Returns the end of a hold that is not settled, and whose units have not returned.
     fn end(&self) -> Option<u64> {
-        let is_open = matches!(self.state(), State::Open | State::OpenUntilRelease);
+        let is_open = matches!(self.state(), RecordState::Open | RecordState::OpenUntilRelease);
         is_open.then_some(self.end_or_used)
     }
 
     /// Returns whether its id is known. The units of an ended hold may return later than that.
     fn is_known(&self, now: u64) -> bool {
         let until = match self.state() {
-            State::OpenUntilRelease | State::Released => self.end_or_used + GRACE,
+            RecordState::OpenUntilRelease | RecordState::Released => self.end_or_used + GRACE,
             _ => self.kept_until(),
         };
         until > now
@@ -184,7 +184,7 @@ impl Record {
 
     /// Returns whether its units return at the end, and have not yet.
     fn releases(&self) -> bool {
-        self.state() == State::OpenUntilRelease
+        self.state() == RecordState::OpenUntilRelease
     }
 
     fn is_held(&self, now: u64) -> bool {
@@ -220,9 +220,9 @@ impl HoldMap {
     }
 
     /// Returns the sums of the holds of a key whose units return at the end.
-    fn held(&self, key: Fingerprint) -> Held {
+    fn held(&self, key: Fingerprint) -> PendingReleases {
         let chunks = self.chunks.range(Self::places(key));
-        chunks.map(|(_, chunk)| chunk.held).fold(Held::default(), Held::add)
+        chunks.map(|(_, chunk)| chunk.held).fold(PendingReleases::default(), PendingReleases::add)
     }
 
     /// Returns the hold that ends first.
@@ -259,7 +259,7 @@ impl HoldMap {
     }
 
     /// Sets a record, whose room is reserved if it is new.
-    fn set(&mut self, key: Fingerprint, record: Record, reservation: &mut Reservation<'_>) {
+    fn set(&mut self, key: Fingerprint, record: Record, reservation: &mut RoomReservation<'_>) {
         let first = (key, Fingerprint::MIN);
         let place = self.chunks.range(first..=(key, record.id)).next_back();
         let place = place.map_or(first, |(place, _)| *place);
@@ -276,8 +276,10 @@ impl HoldMap {
             }
         }
         if records.len() > MAX_CHUNK {
-            let mut upper =
-                Chunk { records: records.split_off(MAX_CHUNK / 2), held: Held::default() };
+            let mut upper = Chunk {
+                records: records.split_off(MAX_CHUNK / 2),
+                held: PendingReleases::default(),
+            };
             records.shrink_to_fit();
             upper.sum_up();
             chunk.sum_up();
@@ -345,7 +347,7 @@ impl ChargeContext<'_> {
     }
 
     /// Returns the units of holds that have ended to the times of their charges.
-    fn release_ended(&self, table: &mut Table, reservation: &mut Reservation<'_>) {
+    fn release_ended(&self, table: &mut Table, reservation: &mut RoomReservation<'_>) {
         let Self { store, now, fingerprint: key, .. } = *self;
         if !self.charge.quota().releases_holds() {
             return;
@@ -374,7 +376,7 @@ impl ChargeContext<'_> {
                 continue;
             }
             let Some(mut record) = holds.get(key, id) else { continue };
-            record.keep(State::Released, record.kept_until());
+            record.keep(RecordState::Released, record.kept_until());
             holds.set(key, record, reservation);
             self.refund(record.units, refund_at, table, reservation);
         }
@@ -387,7 +389,7 @@ impl ChargeContext<'_> {
         units: u64,
         charged_at: u64,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<RawDecision, Lack> {
         let charge = self.charge.without_hold().with_cost(units);
         let charge = charge.with_charged_at(Timestamp::from_micros(charged_at));
@@ -398,7 +400,7 @@ impl ChargeContext<'_> {
     fn apply_count(
         self,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
         starts_block: bool,
     ) -> Result<RawDecision, Lack> {
         if self.charge.quota().has_blocks() {
@@ -409,7 +411,7 @@ impl ChargeContext<'_> {
     }
 
     /// Returns the state of the count.
-    fn unspent(&self, table: &mut Table, reservation: &mut Reservation<'_>) -> RawDecision {
+    fn unspent(&self, table: &mut Table, reservation: &mut RoomReservation<'_>) -> RawDecision {
         let read = self.apply_action(Action::Peek, 0, 0, table, reservation);
         let read = read.unwrap_or(RawDecision::untouched(self.charge.quota().burst()));
         RawDecision { allowed: true, retry_after: 0, delay: 0, ..read }
@@ -420,7 +422,7 @@ impl ChargeContext<'_> {
         units: u64,
         refund_at: u64,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> RawDecision {
         let refunded = self.apply_action(Action::Refund, units, refund_at, table, reservation);
         refunded.unwrap_or_else(|_| self.unspent(table, reservation))
@@ -436,8 +438,9 @@ impl ChargeContext<'_> {
         };
         // Of units that stay charged, the id is known for longer than the hold.
         let is_alive = record.is_held(now)
-            || record.state() == State::Open
-            || record.state() == State::Settled && (record.end_or_used > 0 || record.units == 0);
+            || record.state() == RecordState::Open
+            || record.state() == RecordState::Settled
+                && (record.end_or_used > 0 || record.units == 0);
         match is_alive {
             false => Known::Nothing,
             true if record.units != self.charge.cost() => Known::Another,
@@ -468,7 +471,7 @@ impl ChargeContext<'_> {
     pub(super) fn fit_with_hold(
         &self,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<(Fit, bool), StoreError> {
         self.release_ended(table, reservation);
         let fit = match self.known() {
@@ -486,7 +489,7 @@ impl ChargeContext<'_> {
         let releases = |chunk: &Chunk| chunk.held.count > 0;
         store.holds.of_key(key).retain(HoldMap::places(key), &store.capacity, releases, |record| {
             if record.releases() {
-                record.keep(State::Released, record.kept_until());
+                record.keep(RecordState::Released, record.kept_until());
             }
             true
         });
@@ -496,7 +499,7 @@ impl ChargeContext<'_> {
     pub(super) fn apply_with_hold(
         self,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
         starts_block: bool,
     ) -> Result<(RawDecision, Option<HoldState>), Lack> {
         let reads_hold =
@@ -542,7 +545,7 @@ impl ChargeContext<'_> {
         self,
         hold: &Hold,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
         starts_block: bool,
     ) -> Result<(RawDecision, Option<HoldState>), Lack> {
         let Self { store, now, fingerprint: key, charge, all_fit, action, .. } = self;
@@ -582,12 +585,12 @@ impl ChargeContext<'_> {
             return Ok((decision, None));
         }
         let (state, end_or_used, kept_until, expires_after) = if hold.is_settled() {
-            (State::Settled, charge.cost(), now + ttl, 0)
+            (RecordState::Settled, charge.cost(), now + ttl, 0)
         } else if quota.releases_holds() {
             let grace = if self.is_concurrency() { 0 } else { GRACE.max(quota.drain_micros() * 2) };
-            (State::OpenUntilRelease, now + ttl, now + ttl + grace, ttl)
+            (RecordState::OpenUntilRelease, now + ttl, now + ttl + grace, ttl)
         } else {
-            (State::Open, now + ttl, now + ttl + GRACE, ttl)
+            (RecordState::Open, now + ttl, now + ttl + GRACE, ttl)
         };
         let mut record = Record {
             id,
@@ -608,7 +611,7 @@ impl ChargeContext<'_> {
         &self,
         hold: &Hold,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<(RawDecision, HoldStatus), Lack> {
         let Self { store, now, fingerprint: key, .. } = *self;
         let is_refund = self.action == Action::Refund;
@@ -627,30 +630,33 @@ impl ChargeContext<'_> {
         let Some(mut record) = found else {
             return Ok((self.report(used, table, reservation)?, HoldStatus::Unknown));
         };
-        let is_open = !matches!(record.state(), State::Settled | State::Reported | State::Refunded);
+        let is_open = !matches!(
+            record.state(),
+            RecordState::Settled | RecordState::Reported | RecordState::Refunded
+        );
         let kept_until = if is_open { record.end_or_used + GRACE } else { record.kept_until() };
         let (decision, state, status) = match record.state() {
-            State::OpenUntilRelease if record.end_or_used > now => {
+            RecordState::OpenUntilRelease if record.end_or_used > now => {
                 self.settle_open(used, &record, is_refund, table, reservation)?
             }
-            State::OpenUntilRelease | State::Released => {
+            RecordState::OpenUntilRelease | RecordState::Released => {
                 if record.releases() {
                     // The terms have changed since the reservation.
                     let _ = self.refund(record.units, record.refund_at, table, reservation);
                 }
                 let decision = self.report(used, table, reservation)?;
-                (decision, State::Reported, HoldStatus::Ended)
+                (decision, RecordState::Reported, HoldStatus::Ended)
             }
-            State::Open => self.settle_open(used, &record, is_refund, table, reservation)?,
-            State::Settled if is_refund => {
+            RecordState::Open => self.settle_open(used, &record, is_refund, table, reservation)?,
+            RecordState::Settled if is_refund => {
                 let used = record.end_or_used;
                 let decision = self.refund_or_read(used, record.refund_at, table, reservation);
-                (decision, State::Refunded, HoldStatus::Settled)
+                (decision, RecordState::Refunded, HoldStatus::Settled)
             }
-            State::Settled | State::Refunded => {
+            RecordState::Settled | RecordState::Refunded => {
                 return Ok((self.unspent(table, reservation), HoldStatus::Settled));
             }
-            State::Reported => {
+            RecordState::Reported => {
                 return Ok((self.unspent(table, reservation), HoldStatus::Ended));
             }
         };
@@ -666,14 +672,14 @@ impl ChargeContext<'_> {
         record: &Record,
         is_refund: bool,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
-    ) -> Result<(RawDecision, State, HoldStatus), Lack> {
+        reservation: &mut RoomReservation<'_>,
+    ) -> Result<(RawDecision, RecordState, HoldStatus), Lack> {
         let decision = if used <= record.units {
             self.refund_or_read(record.units - used, record.refund_at, table, reservation)
         } else {
             self.report(used - record.units, table, reservation)?
         };
-        let state = if is_refund { State::Refunded } else { State::Settled };
+        let state = if is_refund { RecordState::Refunded } else { RecordState::Settled };
         Ok((decision, state, HoldStatus::Settled))
     }
 
@@ -681,7 +687,7 @@ impl ChargeContext<'_> {
         &self,
         units: u64,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> Result<RawDecision, Lack> {
         if units == 0 {
             return Ok(self.unspent(table, reservation));
@@ -694,7 +700,7 @@ impl ChargeContext<'_> {
         units: u64,
         refund_at: u64,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> RawDecision {
         if units == 0 {
             return self.unspent(table, reservation);
@@ -707,7 +713,7 @@ impl ChargeContext<'_> {
         &self,
         hold: &Hold,
         table: &mut Table,
-        reservation: &mut Reservation<'_>,
+        reservation: &mut RoomReservation<'_>,
     ) -> (RawDecision, Option<HoldState>) {
         let Self { store, now, fingerprint: key, .. } = *self;
         let terms = self.charge.quota().holds();
@@ -735,7 +741,7 @@ impl ChargeContext<'_> {
     }
 
     /// Decides on units in flight without a hold of this charge.
-    fn apply_in_flight(&self, reservation: &mut Reservation<'_>) -> RawDecision {
+    fn apply_in_flight(&self, reservation: &mut RoomReservation<'_>) -> RawDecision {
         let Self { store, fingerprint: key, charge, .. } = *self;
         let mut holds = store.holds.of_key(key);
         match self.action {
@@ -773,7 +779,7 @@ impl ChargeContext<'_> {
         let Self { charge, now, .. } = *self;
         let (key, limit) = (self.fingerprint, charge.quota().limit());
         let holds = self.store.holds.of_key(key);
-        let Held { count, units: held, last, .. } = holds.held(key);
+        let PendingReleases { count, units: held, last, .. } = holds.held(key);
         let asks = matches!(self.action, Action::Acquire | Action::Peek);
         let cost = if asks { charge.cost() } else { 0 };
         let fits = held + cost <= limit && count < MAX_HOLDS || !asks;
@@ -833,9 +839,9 @@ impl MemoryStore {
         match (action, record.state()) {
             (
                 Action::Commit | Action::Release | Action::Refund,
-                State::Open | State::OpenUntilRelease,
+                RecordState::Open | RecordState::OpenUntilRelease,
             ) => Some(record.units),
-            (Action::Refund, State::Settled) => Some(record.end_or_used),
+            (Action::Refund, RecordState::Settled) => Some(record.end_or_used),
             _ => None,
         }
     }
