@@ -352,8 +352,10 @@ pub struct CalendarBody {
     #[schema(value_type = CalendarUnits)]
     calendar: String,
     /// Name in the IANA database, such as Europe/Berlin; UTC by default.
+    #[schema(max_length = 64)]
     timezone: Option<String>,
     /// Day on which periods start: of the month, from 1 (default) to 31, or a weekday.
+    #[schema(max_length = 16)]
     anchor: Option<String>,
 }
 

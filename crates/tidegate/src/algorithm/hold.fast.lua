@@ -81,7 +81,7 @@ if kind == 0 and times == 1 then
         record = pack('<BBddddd', 104, 0, 1, charged_at, now, ends, 0)
         local is_held = try('ZADD', key, 'XX', string.format('%d', ends), id) == 0
           and not try('SET', record_key, record, 'PXAT',
-            string.format('%.0f', (ends + 60000000 + expiry_shift) / 1000 + 1)).err
+            string.format('%d', math.floor((ends + 60000000 + expiry_shift) / 1000) + 1)).err
         if is_held then allowed, status = 1, 1 end
       end
       if allowed then remaining = math.max(0, limit - count) end
@@ -90,7 +90,7 @@ if kind == 0 and times == 1 then
       -- The expiry that concurrency.lua has.
       local lives_until = ends - ends % 60000000 + 120000000
       if not last[1] or lives_until > last_end - last_end % 60000000 + 120000000 then
-        local expires_at = string.format('%.0f', (lives_until + expiry_shift) / 1000 + 1)
+        local expires_at = string.format('%d', math.floor((lives_until + expiry_shift) / 1000) + 1)
         if try('PEXPIREAT', key, expires_at) ~= 1 then
           -- hold.lua raises the error.
           if action == 1 then try('ZREM', key, id) end

@@ -16,6 +16,6 @@ if mode then
   if mode == 2 then state, time, end_or_used, known_until = 2, ends, cost, ends end
   local record = pack('<BBddddd', 104, state, cost, time, refund_at, end_or_used, remaining - cost)
   recorded = parts < 4503599627370496 and try('SET', keys[i + 1], record, 'NX', 'PXAT',
-    string.format('%.0f', (known_until + expiry_shift) / 1000 + 1))
+    string.format('%d', math.floor((known_until + expiry_shift) / 1000) + 1))
   if not recorded or recorded.err then recorded, slow = nil, i end
 end
