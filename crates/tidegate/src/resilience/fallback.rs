@@ -487,7 +487,7 @@ impl<S: SharedStore> Store for Fallback<S> {
                 inner.reset_local(charge);
             }
             if inner.holds_locally(action, charge) {
-                return inner.decide_local_hold(action, charge);
+                return inner.decide_local_hold(action, charge).await;
             }
             let decided = if inner.ledger.is_empty() {
                 inner.store.decide(action, charge).await
@@ -522,7 +522,7 @@ impl<S: SharedStore> Store for Fallback<S> {
             }
             if charges.iter().all(|charge| inner.holds_locally(action, charge)) {
                 let decide = |charge| inner.decide_local_hold(action, charge);
-                return charges.iter().map(decide).collect();
+                return join_all(charges.iter().map(decide)).await.into_iter().collect();
             }
             let decided = if inner.ledger.is_empty() {
                 inner.store.decide_all(action, charges).await

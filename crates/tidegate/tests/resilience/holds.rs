@@ -182,3 +182,33 @@ async fn an_id_of_an_outage_is_charged_once() {
     let conflict = limiter.acquire(&charge.with_cost(11).with_hold(&job)).await;
     assert!(conflict.is_err(), "another request");
 }
+
+/// The store has charged a request whose answer was lost, or one from before the outage.
+#[tokio::test]
+async fn a_commit_of_an_outage_settles_what_the_store_knows() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiter = Limiter::new(fallback_on(&clock, &store, Fleet::new()));
+    let rate = Quota::sliding_log(100, HOUR).expect("valid");
+    let in_flight = Quota::concurrency(100).expect("valid");
+    for (quota, left) in [(&rate, 80), (&in_flight, 100)] {
+        let charge = Charge::new("u", quota).with_cost(40);
+        let (lost, early) = (hold("lost"), hold("early"));
+        assert!(decide(&limiter, Action::Acquire, &charge.with_hold(&early)).await.allowed);
+        store.set_fault(Fault::LosesAnswersOf(Action::Acquire));
+        let reserved = decide(&limiter, Action::Acquire, &charge.with_hold(&lost)).await;
+        assert_eq!((reserved.allowed, reserved.source), (true, Source::Local));
+        store.set_fault(down());
+        // A client that repeats its request.
+        assert!(decide(&limiter, Action::Acquire, &charge.with_hold(&early)).await.allowed);
+        for (id, used) in [(&lost, 15), (&early, 5)] {
+            let commit = charge.with_cost(used).with_hold(id);
+            let settled = decide(&limiter, Action::Commit, &commit).await;
+            assert_eq!(status(&settled), Some(HoldStatus::Settled));
+        }
+        store.set_fault(Fault::None);
+        until("the store has what was used", async || store.remaining(&charge).await == left).await;
+        until("no debts", async || limiter.store().stats().pending_debits == 0).await;
+        assert_eq!(store.remaining(&charge).await, left);
+    }
+}

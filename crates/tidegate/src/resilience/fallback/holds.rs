@@ -1,10 +1,10 @@
 //! Holds while the store is unavailable: those of local decisions, and commits that are made later.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::FallbackCore;
-use super::local::as_local;
+use super::local::{as_local, is_store_failure};
 use crate::charge::{Charge, OnStoreFailure, OwnedCharge};
 use crate::decision::{Decision, Source};
 use crate::hold::{GRACE, HoldState, HoldStatus};
@@ -22,6 +22,7 @@ pub(super) struct PendingCommits(Mutex<VecDeque<PendingCommit>>);
 
 #[derive(Debug)]
 struct PendingCommit {
+    action: Action,
     charge: OwnedCharge,
     /// Time by the local clock (µs) after which the store does not know the hold any more.
     until: u64,
@@ -49,24 +50,32 @@ impl<S: SharedStore> FallbackCore<S> {
         })
     }
 
-    /// Repeats, settles or renews the hold of a local decision. Units that are returned are no
-    /// longer owed; those that are charged to the store already stay there until they expire.
-    pub(super) fn decide_local_hold(
-        &self,
+    /// Repeats, settles or renews the hold of a local decision. What is settled is settled in the
+    /// store as well: it may know the id, because the answer to an earlier request was lost.
+    pub(super) async fn decide_local_hold(
+        self: &Arc<Self>,
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
-        let hold = charge.hold().filter(|_| !charge.quota().is_concurrency());
-        let settled = hold.and_then(|hold| self.local.units_to_settle(action, charge, hold));
+        let reserved =
+            charge.hold().and_then(|hold| self.local.units_to_settle(action, charge, hold));
         let quota = self.share_or_whole(charge);
         let decision = self.local.decide_now(action, &charge.with_quota(&quota))?;
-        if let Some(reserved) = settled {
+        if let Some(reserved) = reserved {
             let used = if action == Action::Refund { 0 } else { charge.cost() };
-            let of = |units: u64| charge.without_hold().with_cost(units);
-            if used < reserved {
-                self.ledger.cancel(&of(reserved - used));
-            } else if used > reserved {
-                self.owe(&of(used - reserved), false);
+            let of = |units: u64| charge.with_cost(units);
+            // Units whose debt is settled already stay in the store until they expire.
+            let is_owed = !charge.quota().is_concurrency();
+            let cancelled = if is_owed { self.ledger.cancel(&of(reserved)) } else { reserved };
+            let unpaid = of(used.saturating_sub(reserved - cancelled));
+            if let Err(error) = self.store.decide(action, &unpaid).await {
+                let is_pending = is_store_failure(&error) && {
+                    self.on_failure(&unpaid, &error);
+                    self.commit_later(action, &[unpaid], &error).is_ok()
+                };
+                if is_owed && !is_pending {
+                    self.owe(&unpaid.without_hold(), error.may_have_run());
+                }
             }
         }
         Ok(as_local(charge, decision))
@@ -75,6 +84,7 @@ impl<S: SharedStore> FallbackCore<S> {
     /// Keeps commits that the store could not make, to make them when it has recovered.
     pub(super) fn commit_later(
         &self,
+        action: Action,
         charges: &[Charge<'_>],
         error: &StoreError,
     ) -> Result<Vec<Decision>, StoreError> {
@@ -88,7 +98,7 @@ impl<S: SharedStore> FallbackCore<S> {
         let keep = |charge: &Charge<'_>| {
             let ttl = charge.hold().map_or(0, |hold| hold.ttl_micros(charge.quota().holds()));
             let charge = OwnedCharge::of(charge);
-            pending.push_back(PendingCommit { charge, until: now + ttl + GRACE });
+            pending.push_back(PendingCommit { action, charge, until: now + ttl + GRACE });
         };
         charges.iter().for_each(keep);
         let decision = |charge: &Charge<'_>| {
@@ -117,8 +127,10 @@ impl<S: SharedStore> FallbackCore<S> {
             let results = {
                 let charges: Vec<Charge<'_>> =
                     batch.commits.iter().map(|commit| commit.charge.charge()).collect();
-                let commit = |charge| self.store.decide(Action::Commit, charge).into_future();
-                join_all(charges.iter().map(commit)).await
+                let calls = batch.commits.iter().zip(&charges).map(|(commit, charge)| {
+                    self.store.decide(commit.action, charge).into_future()
+                });
+                join_all(calls).await
             };
             let mut settled = results.iter().map(Result::is_ok);
             let has_failed = results.iter().any(Result::is_err);

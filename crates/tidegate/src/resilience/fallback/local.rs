@@ -25,30 +25,20 @@ impl<S: SharedStore> FallbackCore<S> {
         error: StoreError,
     ) -> Result<Vec<Decision>, StoreError> {
         let Some(first) = charges.first() else { return Err(error) };
-        let memory_helps = match &error {
-            StoreError::Timeout(_)
-            | StoreError::Unreachable(_)
-            | StoreError::AnswerLost(_)
-            | StoreError::Refused(_)
-            | StoreError::OutOfMemory(_)
-            | StoreError::NotPermitted(_)
-            | StoreError::Open(_)
-            | StoreError::Unreadable(_) => true,
-            StoreError::Full { .. } => false,
-            StoreError::Misconfigured(_) | StoreError::Invalid(_) => return Err(error),
-        };
-        // An unreadable value of one key is no failure of the store.
-        if memory_helps && !matches!(error, StoreError::Unreadable(_)) {
+        if matches!(error, StoreError::Misconfigured(_) | StoreError::Invalid(_)) {
+            return Err(error);
+        }
+        let is_failure = is_store_failure(&error);
+        let memory_helps = is_failure || matches!(error, StoreError::Unreadable(_));
+        if is_failure {
             self.on_failure(first, &error);
         }
         match action {
             Action::Acquire | Action::Peek => {}
             Action::Report if memory_helps => return self.report_locally(charges, &error),
             // A value that cannot be read stays so.
-            Action::Commit | Action::Release
-                if memory_helps && !matches!(error, StoreError::Unreadable(_)) =>
-            {
-                return self.commit_later(charges, &error);
+            Action::Commit | Action::Release if is_failure => {
+                return self.commit_later(Action::Commit, charges, &error);
             }
             Action::Refund
             | Action::Reset
@@ -231,6 +221,23 @@ impl<S: SharedStore> FallbackCore<S> {
         self.ledger.remove(charge);
         // A reset in memory cannot fail.
         let _ = self.local.decide_now(Action::Reset, charge);
+    }
+}
+
+/// Returns whether the store as a whole fails. A value of one key that cannot be read is no failure.
+pub(super) fn is_store_failure(error: &StoreError) -> bool {
+    match error {
+        StoreError::Timeout(_)
+        | StoreError::Unreachable(_)
+        | StoreError::AnswerLost(_)
+        | StoreError::Refused(_)
+        | StoreError::OutOfMemory(_)
+        | StoreError::NotPermitted(_)
+        | StoreError::Open(_) => true,
+        StoreError::Unreadable(_)
+        | StoreError::Full { .. }
+        | StoreError::Misconfigured(_)
+        | StoreError::Invalid(_) => false,
     }
 }
 
