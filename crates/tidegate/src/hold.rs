@@ -110,6 +110,8 @@ pub enum HoldStatus {
     /// The id is not, or no longer, remembered. A commit has reported its units, because usage must
     /// not be lost.
     Unknown,
+    /// The same for a repeated commit, which reports nothing.
+    Reported,
     /// The store is unavailable. The commit is made when it has recovered.
     Pending,
 }
@@ -123,7 +125,7 @@ impl HoldStatus {
             Self::Replayed => "replayed",
             Self::Settled => "settled",
             Self::Ended => "ended",
-            Self::Unknown => "unknown",
+            Self::Unknown | Self::Reported => "unknown",
             Self::Pending => "pending",
         }
     }

@@ -29,7 +29,6 @@ use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::clock::{Clock, ManualClock, Timestamp};
 use crate::decision::{Decision, Decisions};
-use crate::hold::HoldTerms;
 use crate::limiter::Limiter;
 use crate::store::{Action, Store};
 
@@ -228,6 +227,7 @@ async fn run<S: Store>(
     let mut model = Model::default();
     let mut retry_after = Duration::ZERO;
     let mut decided_at: Vec<Timestamp> = Vec::new();
+    let (mut has_reset, mut has_rewound) = (false, false);
     for (index, step) in sequence.steps.iter().enumerate() {
         let (action, charges) = match step {
             Step::Advance(advance) => {
@@ -235,17 +235,24 @@ async fn run<S: Store>(
                 // A count that the shortest window of its policy no longer needs may have expired
                 // or not.
                 let charges = sequence.charges_of_changed_windows();
-                reset_expired(&limiter, &mut model, &clock, charges).await?;
+                has_reset |= reset_expired(&limiter, &mut model, &clock, charges).await?;
                 continue;
             }
             // A store may have forgotten a hold that would be known again.
             Step::Rewind(_) if model.has_ended_holds(clock.now()) => continue,
             Step::Rewind(duration) => {
                 // A store may have evicted an expired count or not, so remove it everywhere first.
-                reset_expired(&limiter, &mut model, &clock, sequence.all_charges()).await?;
-                clock.step_back(*duration);
+                let charges = sequence.all_charges();
+                has_reset |= reset_expired(&limiter, &mut model, &clock, charges).await?;
+                // A store may compare the times of holds with those of resets, before and after.
+                let may_reset = has_reset || sequence.charges_of_changed_windows().next().is_some();
+                if !(may_reset && sequence.has_holds()) {
+                    clock.step_back(*duration);
+                    has_rewound = true;
+                }
                 continue;
             }
+            Step::Decide(Action::Reset, _) if has_rewound && sequence.has_holds() => continue,
             Step::Decide(action, charges) => (*action, charges),
         };
         let charged_at =
@@ -283,6 +290,10 @@ async fn run<S: Store>(
             }
             return Err(text);
         }
+        if action == Action::Reset {
+            has_reset = true;
+            clock.advance(AFTER_RESET);
+        }
         retry_after = Decisions::from(found)
             .binding()
             .map_or(Duration::ZERO, |decision| decision.retry_after);
@@ -290,26 +301,32 @@ async fn run<S: Store>(
     Ok(())
 }
 
-/// Resets the counts of the charges that no longer count for anything.
+/// A store may take a hold of the same microsecond for one from before the reset.
+const AFTER_RESET: Duration = Duration::from_micros(1);
+
+/// Resets the counts of the charges that no longer count for anything. Returns whether there were
+/// any.
 async fn reset_expired<'a, S: Store>(
     limiter: &Limiter<S>,
     model: &mut Model,
     clock: &ManualClock,
     charges: impl Iterator<Item = Charge<'a>>,
-) -> Result<(), String> {
+) -> Result<bool, String> {
+    let mut has_reset = false;
     for charge in charges {
-        if charge.quota().is_concurrency() {
+        if charge.quota().is_concurrency() || !model.has_count(&charge) {
             continue;
         }
-        // By terms that do not forget the holds.
-        let quota = charge.quota().clone().with_holds(HoldTerms::default());
-        let charge = charge.with_quota(&quota);
         if model.is_expired(&charge, clock.now()) {
-            model.reset_count(&charge);
+            let _ = model.decide(Action::Reset, &[charge], clock.now());
             limiter.reset(&charge).await.map_err(|error| error.to_string())?;
+            has_reset = true;
         }
     }
-    Ok(())
+    if has_reset {
+        clock.advance(AFTER_RESET);
+    }
+    Ok(has_reset)
 }
 
 async fn decide<S: Store>(

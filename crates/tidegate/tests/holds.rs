@@ -330,13 +330,57 @@ mod checks {
         assert!(decide(limiter, Action::Acquire, &charge.with_hold(&job)).await.allowed);
         clock.advance(MINUTE);
         assert_eq!(left(limiter, &charge).await, 100, "released at the end");
-        for (hold, left_after) in [(&job, 70), (&job, 70), (&unknown, 40), (&unknown, 10)] {
+        let commits = [
+            (&job, 70, HoldStatus::Ended),
+            (&job, 70, HoldStatus::Ended),
+            (&unknown, 40, HoldStatus::Unknown),
+            (&unknown, 40, HoldStatus::Reported),
+        ];
+        for (hold, left_after, expected) in commits {
             let committed = charge.with_cost(30).with_hold(hold);
             let late = decide(limiter, Action::Commit, &committed).await;
-            let is_known = hold == &job;
-            let ended = if is_known { HoldStatus::Ended } else { HoldStatus::Unknown };
-            assert_eq!(status(&late), Some(ended));
+            assert_eq!(status(&late), Some(expected));
             assert_eq!(left(limiter, &charge).await, left_after);
+        }
+    }
+
+    pub(super) async fn a_reset_keeps_the_units_of_younger_requests<S: Store>(
+        limiter: &Limiter<S>,
+        clock: &ManualClock,
+    ) {
+        let window = 3_600 * SECOND;
+        let quotas = [
+            Quota::sliding_log(100, window),
+            Quota::sliding_counter(100, window),
+            Quota::fixed_window(100, window),
+            Quota::token_bucket(100, window),
+            Quota::leaky_bucket(100, window),
+        ];
+        for quota in quotas.map(|quota| quota.expect("valid")) {
+            for quota in [quota.clone(), releasing(&quota)] {
+                let (job, payment) = (hold("job"), hold("payment").settled(MINUTE));
+                let payment = payment.expect("valid");
+                let charge = Charge::new("u", &quota).with_cost(40);
+                for id in [&job, &payment] {
+                    let charged = decide(limiter, Action::Acquire, &charge.with_hold(id)).await;
+                    assert!(charged.allowed);
+                }
+                let _ = limiter.store().decide(Action::Reset, &charge).await.expect("reset");
+                let young = charge.with_cost(90);
+                assert!(decide(limiter, Action::Acquire, &young).await.allowed);
+                clock.advance(Duration::from_micros(1));
+                let commit = charge.with_cost(0).with_hold(&job);
+                let committed = decide(limiter, Action::Commit, &commit).await;
+                assert_eq!(status(&committed), Some(HoldStatus::Ended), "{quota:?}");
+                let refund = charge.with_hold(&payment);
+                let refunded = decide(limiter, Action::Refund, &refund).await;
+                assert_eq!(status(&refunded), Some(HoldStatus::Settled), "{quota:?}");
+                let renewed = decide(limiter, Action::Renew, &charge.with_hold(&job)).await;
+                assert_eq!(status(&renewed), Some(HoldStatus::Ended), "{quota:?}");
+                assert_eq!(left(limiter, &charge).await, 10, "{quota:?}");
+                let _ = limiter.store().decide(Action::Reset, &charge).await.expect("reset");
+                clock.advance(3 * MINUTE);
+            }
         }
     }
 
@@ -708,6 +752,7 @@ on_both_stores! {
     a_repeated_request_leaves_no_phantom
     an_id_is_recognized_before_it_is_counted
     usage_is_never_lost
+    a_reset_keeps_the_units_of_younger_requests
     an_id_is_known_after_the_end_of_its_hold
     a_partial_release_keeps_the_expiry
     a_commit_after_a_reload_skips_other_policies
@@ -1159,7 +1204,7 @@ async fn holds_in_redis_are_readable_and_small() {
     let reserved = Charge::new("u", &log).with_policy("rate").with_hold(&id);
     assert!(decide(&limiter, Action::Acquire, &reserved).await.allowed);
     let record = format!("{}:h:job-1", limiter.store().redis_key(&reserved));
-    assert_eq!(redis.query::<u64>(&["STRLEN", &record]), 42);
+    assert_eq!(redis.query::<u64>(&["STRLEN", &record]), 50);
     assert!((60_000..=121_000).contains(&redis.query::<i64>(&["PTTL", &record])));
 }
 

@@ -62,7 +62,7 @@ if kind == 0 and times == 1 then
       local record = ends and action == 9 and try('GET', record_key)
       local charged_at = ends and ends - default_ttl
       local tag, held_units, charged, record_end, _
-      if record and #record == 42 then
+      if record and #record == 50 then
         tag, _, held_units, charged, _, record_end = unpack_struct('<BBdddd', record)
       end
       if not ends
@@ -78,7 +78,7 @@ if kind == 0 and times == 1 then
       else
         if record_end and record_end > now then charged_at = charged end
         ends = math.max(ends, math.min(new_end, charged_at + max_ttl))
-        record = pack('<BBddddd', 104, 0, 1, charged_at, now, ends, 0)
+        record = pack('<BBdddddd', 104, 0, 1, charged_at, now, ends, 0, charged_at)
         local is_held = try('ZADD', key, 'XX', string.format('%d', ends), id) == 0
           and not try('SET', record_key, record, 'PXAT',
             string.format('%d', math.floor((ends + 60000000 + expiry_shift) / 1000) + 1)).err

@@ -2,15 +2,18 @@
 -- before the charges are loaded: returns the units of holds that have ended, and reads those of
 -- this call. Defines `holds`, by the number of the charge, and what is done with them.
 --
--- Redis: a record per hold, a string of "h", its state and five doubles: units, time of the
--- charge, time to which the units return, end of the hold, and the units that remained. Once it is
--- settled, it has the time until which it is known instead of that of the charge, and the units
--- that were used instead of the end. It is known until a minute after the end.
+-- Redis: a record per hold, a string of "h", its state and six doubles: units, time of the
+-- charge, time to which the units return, end of the hold, the units that remained, and the time
+-- of the charge again. Once it is settled, it has the time until which it is known instead of the
+-- first time of the charge, and the units that were used instead of the end. It is known until a
+-- minute after the end.
 --   GET rate_limit:{user123}:per-user:h:job-17
---   ->   "h", 0, 20, 1700000000000000, 1700000000000000, 1700000060000000, 80
+--   ->   "h", 0, 20, 1700000000000000, 1700000000000000, 1700000060000000, 80, 1700000000000000
 -- If holds release their units at the end, a sorted set has them by that time:
 --   ZRANGE rate_limit:{user123}:per-user:h 0 -1 WITHSCORES
 --   ->   job-17*20*1700000000000000 1700000060000000
+-- The same set has "*" after a reset, whose score is the time of the reset, above all times: units
+-- that were charged before it cannot return.
 -- Units in flight have no such set, because their count is one, and no record unless the units or
 -- the time of the hold are unusual, or it was renewed.
 --
@@ -24,8 +27,10 @@
 -- luacheck: globals holds release_first remember renew repeat_answer settle
 
 local GRACE, MAX_ENDED, MAX_RELEASES, MAX_HOLDS = 60000000, 100, 64, 10000
-local OPEN, OPEN_UNTIL_RELEASE, SETTLED, REPORTED, REFUNDED = 0, 1, 2, 3, 4
-local HELD, REPLAYED, DONE, ENDED, UNKNOWN = 1, 2, 3, 4, 5
+local OPEN, OPEN_UNTIL_RELEASE, SETTLED, REPORTED, REFUNDED, WAS_UNKNOWN = 0, 1, 2, 3, 4, 5
+local HELD, REPLAYED, DONE, ENDED, UNKNOWN, STILL_UNKNOWN = 1, 2, 3, 4, 5, 6
+-- What the score of "*" has above the time of a reset.
+local RESET_BASE = 4503599627370496
 local CONFLICT = {err = 'HOLDCONFLICT'}
 
 -- Returns the number of ended holds that this request releases at most. A request with many of them
@@ -100,21 +105,21 @@ end
 
 local function read_record(key)
   local value = read('GET', key)
-  if not value or #value ~= 42 then return nil end
-  local tag, state, units, charged_at, refund_at, end_or_used, remaining =
-    unpack_struct('<BBddddd', value)
+  if not value or #value ~= 50 then return nil end
+  local tag, state, units, charged_at, refund_at, end_or_used, remaining, since =
+    unpack_struct('<BBdddddd', value)
   local is_ours = tag == 104 and is_count(units) and is_time(charged_at) and is_time(refund_at)
-    and is_time(end_or_used) and is_count(remaining)
+    and is_time(end_or_used) and is_count(remaining) and is_time(since)
   local known_until = state < SETTLED and end_or_used + GRACE or charged_at
   return is_ours and known_until > now and {
     state = state, units = units, charged_at = charged_at, refund_at = refund_at,
-    end_or_used = end_or_used, remaining = remaining,
+    end_or_used = end_or_used, remaining = remaining, since = since,
   } or nil
 end
 
 local function write_record(hold, record, ...)
-  local value = pack('<BBddddd', 104, record.state, record.units, record.charged_at,
-    record.refund_at, record.end_or_used, record.remaining)
+  local value = pack('<BBdddddd', 104, record.state, record.units, record.charged_at,
+    record.refund_at, record.end_or_used, record.remaining, record.since)
   call('SET', hold.key, value, ...)
 end
 
@@ -172,6 +177,10 @@ for i = 1, hold_count do
     hold.has_ended = release_in_flight(key, quota)
   end
   local record = hold.record
+  if record and hold.set and action ~= ACQUIRE and action ~= PEEK then
+    local reset_at = tonumber(read('ZSCORE', hold.set, '*') or 0) - RESET_BASE
+    hold.is_before_reset = record.since <= reset_at
+  end
   if hold.key and hold.is_in_flight then
     find_in_flight(hold, key, quota)
   elseif is_open(record) then
@@ -186,7 +195,7 @@ for i = 1, hold_count do
         release(key, hold.set, quota, ended)
       end
     end
-    hold.is_ended = hold.ends <= now
+    hold.is_ended = hold.ends <= now or hold.is_before_reset
     if record.state == OPEN and (action == ACQUIRE or action == PEEK) then
       -- Of units that stay charged, the id is known for longer than the hold.
       hold.ends = math.max(hold.ends, now)
@@ -228,6 +237,7 @@ remember = function(charge, refund_at)
   local record = {
     state = state, units = cost, charged_at = hold.mode == 2 and hold.new_end or now,
     refund_at = refund_at, end_or_used = end_or_used, remaining = charge.remaining - cost,
+    since = now,
   }
   hold.write = function()
     local usual = hold.is_in_flight and cost == 1 and hold.ttl == hold.default_ttl
@@ -264,17 +274,28 @@ settle = function(charge, is_refund)
   end
   if not record then
     hold.status = UNKNOWN
+    if used > 0 then
+      -- So that a repetition reports nothing.
+      local known_until = now + hold.ttl + GRACE
+      hold.writes_first = true
+      hold.write = function()
+        write_record(hold, {
+          state = WAS_UNKNOWN, units = used, charged_at = known_until, refund_at = now,
+          end_or_used = used, remaining = 0, since = now,
+        }, 'PXAT', expiry(known_until))
+      end
+    end
     return with_cost(used, report)
   end
   local before, state, write = record.state, SETTLED
   charge.since = record.refund_at
   if before == SETTLED and is_refund then
     hold.status, state = DONE, REFUNDED
-    write = with_cost(record.end_or_used, refund)
+    write = with_cost(hold.is_before_reset and 0 or record.end_or_used, refund)
   elseif not is_open(record) then
-    hold.status = before == REPORTED and ENDED or DONE
+    hold.status = before == REPORTED and ENDED or before == WAS_UNKNOWN and STILL_UNKNOWN or DONE
     return answer_unspent(charge)
-  elseif before == OPEN_UNTIL_RELEASE and hold.is_ended then
+  elseif hold.is_before_reset or before == OPEN_UNTIL_RELEASE and hold.is_ended then
     hold.status, state = ENDED, REPORTED
     write = with_cost(used, report)
   else
@@ -306,7 +327,7 @@ renew = function(charge)
   if not hold.ends or record and not is_open(record) then return answer_unspent(charge) end
   record = record or {
     state = OPEN, units = hold.units, charged_at = hold.ends - hold.default_ttl, refund_at = now,
-    remaining = 0,
+    remaining = 0, since = now,
   }
   local ends = math.max(hold.ends, math.min(hold.new_end, record.charged_at + hold.max_ttl))
   record.end_or_used = ends

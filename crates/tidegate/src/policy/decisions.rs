@@ -201,7 +201,7 @@ impl<'a> PolicyDecisions<'a> {
             let is_of_rate = !entry.quota().is_some_and(Quota::is_concurrency);
             let is_rate_renewal = entry.action() == Action::Renew && is_of_rate;
             let rank = match state.status {
-                HoldStatus::Ended | HoldStatus::Unknown => 0,
+                HoldStatus::Ended | HoldStatus::Unknown | HoldStatus::Reported => 0,
                 HoldStatus::Pending => 1,
                 HoldStatus::Held | HoldStatus::Replayed | HoldStatus::Settled => 2,
             };

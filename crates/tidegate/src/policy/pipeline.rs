@@ -102,7 +102,7 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         let is_unknown = |entry: &PolicyDecision<'_>| {
             let settles = matches!(entry.action(), Action::Commit | Action::Refund);
             let hold = entry.decision.hold.filter(|_| settles);
-            hold.map(|hold| hold.status == HoldStatus::Unknown)
+            hold.map(|hold| matches!(hold.status, HoldStatus::Unknown | HoldStatus::Reported))
         };
         let known = entries.iter().filter(|entry| is_unknown(entry) == Some(false));
         let known: Vec<HoldTerms> =
@@ -119,7 +119,9 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
         for entry in entries.iter_mut().filter(|entry| !known.is_empty() && is_new(entry)) {
             let Some(charge) = entry.charge.charge() else { continue };
             let charge = charge.without_hold().with_charged_at(asked_at);
-            let is_reported = entry.action() == Action::Commit && charge.cost() > 0;
+            let is_reported = entry.action() == Action::Commit
+                && charge.cost() > 0
+                && entry.decision.hold.is_some_and(|hold| hold.status == HoldStatus::Unknown);
             if is_reported && !charge.quota().is_concurrency() {
                 if !self.refund_charges(&[charge]).await {
                     continue;

@@ -487,7 +487,7 @@ impl<S: SharedStore> Store for Fallback<S> {
                 inner.reset_local(charge);
             }
             if inner.holds_locally(action, charge) {
-                return inner.decide_local_hold(action, charge).await;
+                return Box::pin(inner.decide_local_hold(action, charge)).await;
             }
             let decided = if inner.ledger.is_empty() {
                 inner.store.decide(action, charge).await
@@ -521,7 +521,7 @@ impl<S: SharedStore> Store for Fallback<S> {
                 return collect_independent(decided);
             }
             if charges.iter().all(|charge| inner.holds_locally(action, charge)) {
-                let decide = |charge| inner.decide_local_hold(action, charge);
+                let decide = |charge| Box::pin(inner.decide_local_hold(action, charge));
                 return join_all(charges.iter().map(decide)).await.into_iter().collect();
             }
             let decided = if inner.ledger.is_empty() {

@@ -353,7 +353,7 @@ impl MemoryStore {
     ) -> Result<Decision, StoreError> {
         // The numbers of a calendar depend on the time.
         let has_calendar = C::KIND == CounterKind::Window && charge.quota().calendar().is_some();
-        if charge.is_extended() || has_calendar {
+        if charge.is_extended() || has_calendar || action == Action::Reset {
             drop(table);
             return self.decide_extended(action, charge);
         }

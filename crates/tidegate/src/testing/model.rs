@@ -114,11 +114,10 @@ impl Model {
         stored.as_of(charge.quota(), now).is_void(charge.quota(), now)
     }
 
-    /// Deletes a count that no longer counts for anything.
-    pub(super) fn reset_count(&mut self, charge: &Charge<'_>) {
+    /// Returns whether a charge has a count.
+    pub(super) fn has_count(&self, charge: &Charge<'_>) -> bool {
         let name = (charge.key().to_owned(), charge.policy().to_owned());
-        self.logs.remove(&name);
-        self.blocks.remove(&name);
+        self.logs.contains_key(&name) || self.blocks.contains_key(&name)
     }
 
     fn event_log(&self, charge: &Charge<'_>) -> EventLog {

@@ -134,6 +134,11 @@ impl Sequence {
         self
     }
 
+    /// Returns whether charges may have holds.
+    pub(super) fn has_holds(&self) -> bool {
+        !self.holds.is_empty()
+    }
+
     /// Generates a sequence of holds, on rates and on units in flight.
     pub(super) fn of_holds(seed: u64) -> Self {
         let random = &mut Random(seed);

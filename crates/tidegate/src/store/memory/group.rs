@@ -19,7 +19,8 @@ impl MemoryStore {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        if charges.iter().any(Charge::is_extended) {
+        // A reset concerns the ids of all requests.
+        if action == Action::Reset || charges.iter().any(Charge::is_extended) {
             self.decide_all_as::<true>(action, charges)
         } else {
             self.decide_all_as::<false>(action, charges)

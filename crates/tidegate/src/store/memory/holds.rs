@@ -83,7 +83,7 @@ struct Record {
     end_or_used: u64,
     /// Units that remained after the acquire.
     remaining: u64,
-    /// Time until which it is remembered, times eight, plus the number of the state.
+    /// Time until which it is remembered, times 16, plus the number of the state.
     kept_until_and_state: u64,
 }
 
@@ -101,6 +101,13 @@ enum RecordState {
     /// Committed after its units had returned, so that those that were used were reported.
     Reported,
     Refunded,
+    /// Committed under an unknown id, so that the units were reported.
+    WasUnknown,
+    /// Units in flight, which no rate has charged.
+    InFlight,
+    /// Open or settled before the count was reset: none of its units can return.
+    OpenBeforeReset,
+    SettledBeforeReset,
 }
 
 /// Request that the id of a reservation stands for.
@@ -114,13 +121,17 @@ enum Known {
 }
 
 impl RecordState {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 10] = [
         Self::Open,
         Self::OpenUntilRelease,
         Self::Released,
         Self::Settled,
         Self::Reported,
         Self::Refunded,
+        Self::WasUnknown,
+        Self::InFlight,
+        Self::OpenBeforeReset,
+        Self::SettledBeforeReset,
     ];
 }
 
@@ -156,27 +167,35 @@ impl Chunk {
 
 impl Record {
     fn state(&self) -> RecordState {
-        RecordState::ALL[(self.kept_until_and_state & 7) as usize]
+        RecordState::ALL[(self.kept_until_and_state & 15) as usize]
     }
 
     fn kept_until(&self) -> u64 {
-        self.kept_until_and_state >> 3
+        self.kept_until_and_state >> 4
     }
 
     fn keep(&mut self, state: RecordState, until: u64) {
-        self.kept_until_and_state = until << 3 | state as u64;
+        self.kept_until_and_state = until << 4 | state as u64;
     }
 
-    /// Returns the end of a hold that is not settled, and whose units have not returned.
+    /// Returns the end of a hold that is not settled, and whose units have not returned at its end.
     fn end(&self) -> Option<u64> {
-        let is_open = matches!(self.state(), RecordState::Open | RecordState::OpenUntilRelease);
+        let is_open = matches!(
+            self.state(),
+            RecordState::Open
+                | RecordState::OpenUntilRelease
+                | RecordState::InFlight
+                | RecordState::OpenBeforeReset
+        );
         is_open.then_some(self.end_or_used)
     }
 
     /// Returns whether its id is known. The units of an ended hold may return later than that.
     fn is_known(&self, now: u64) -> bool {
         let until = match self.state() {
-            RecordState::OpenUntilRelease | RecordState::Released => self.end_or_used + GRACE,
+            RecordState::OpenUntilRelease | RecordState::Released | RecordState::InFlight => {
+                self.end_or_used + GRACE
+            }
             _ => self.kept_until(),
         };
         until > now
@@ -184,11 +203,12 @@ impl Record {
 
     /// Returns whether its units return at the end, and have not yet.
     fn releases(&self) -> bool {
-        self.state() == RecordState::OpenUntilRelease
+        matches!(self.state(), RecordState::OpenUntilRelease | RecordState::InFlight)
     }
 
     fn is_held(&self, now: u64) -> bool {
-        self.end().is_some_and(|end| end > now)
+        let is_forgotten = self.state() == RecordState::OpenBeforeReset;
+        !is_forgotten && self.end().is_some_and(|end| end > now)
     }
 }
 
@@ -360,7 +380,8 @@ impl ChargeContext<'_> {
         holds.retain(HoldMap::places(key), &store.capacity, concerns, |record| {
             if record.releases() {
                 record.end_or_used = record.end_or_used.min(latest);
-                if record.end_or_used <= now && !is_concurrency {
+                let returns = record.state() == RecordState::OpenUntilRelease;
+                if record.end_or_used <= now && returns && !is_concurrency {
                     ended.push((record.end_or_used, record.refund_at, record.id));
                 }
             }
@@ -432,15 +453,20 @@ impl ChargeContext<'_> {
     fn known(&self) -> Known {
         let (Some(hold), now) = (self.charge.hold(), self.now) else { return Known::Nothing };
         let found = self.store.holds.of_key(self.fingerprint).get(self.fingerprint, self.id(hold));
-        let counts = |record: &Record| record.releases() || !self.is_concurrency();
+        let counts = |record: &Record| {
+            (record.state() == RecordState::InFlight) == self.is_concurrency()
+        };
         let Some(record) = found.filter(|record| record.is_known(now) && counts(record)) else {
             return Known::Nothing;
         };
         // Of units that stay charged, the id is known for longer than the hold.
-        let is_alive = record.is_held(now)
-            || record.state() == RecordState::Open
-            || record.state() == RecordState::Settled
-                && (record.end_or_used > 0 || record.units == 0);
+        let is_alive = match record.state() {
+            RecordState::Open | RecordState::OpenBeforeReset => true,
+            RecordState::Settled | RecordState::SettledBeforeReset => {
+                record.end_or_used > 0 || record.units == 0
+            }
+            _ => record.is_held(now),
+        };
         match is_alive {
             false => Known::Nothing,
             true if record.units != self.charge.cost() => Known::Another,
@@ -483,14 +509,18 @@ impl ChargeContext<'_> {
         Ok((fit, false))
     }
 
-    /// Forgets which units return at the end of a hold, because the count is deleted.
+    /// Forgets which units may return, because the count is deleted.
     fn forget_releases(&self) {
         let Self { store, fingerprint: key, .. } = *self;
-        let releases = |chunk: &Chunk| chunk.held.count > 0;
-        store.holds.of_key(key).retain(HoldMap::places(key), &store.capacity, releases, |record| {
-            if record.releases() {
-                record.keep(RecordState::Released, record.kept_until());
-            }
+        let mut holds = store.holds.of_key(key);
+        holds.retain(HoldMap::places(key), &store.capacity, |_| true, |record| {
+            let state = match record.state() {
+                RecordState::Open => RecordState::OpenBeforeReset,
+                RecordState::OpenUntilRelease => RecordState::Released,
+                RecordState::Settled => RecordState::SettledBeforeReset,
+                other => other,
+            };
+            record.keep(state, record.kept_until());
             true
         });
     }
@@ -508,7 +538,7 @@ impl ChargeContext<'_> {
             if self.is_concurrency() {
                 return Ok((self.apply_in_flight(reservation), None));
             }
-            if self.action == Action::Reset && self.charge.quota().releases_holds() {
+            if self.action == Action::Reset {
                 self.forget_releases();
             }
             let decision = self.apply_count(table, reservation, starts_block)?;
@@ -586,8 +616,10 @@ impl ChargeContext<'_> {
         }
         let (state, end_or_used, kept_until, expires_after) = if hold.is_settled() {
             (RecordState::Settled, charge.cost(), now + ttl, 0)
+        } else if self.is_concurrency() {
+            (RecordState::InFlight, now + ttl, now + ttl, ttl)
         } else if quota.releases_holds() {
-            let grace = if self.is_concurrency() { 0 } else { GRACE.max(quota.drain_micros() * 2) };
+            let grace = GRACE.max(quota.drain_micros() * 2);
             (RecordState::OpenUntilRelease, now + ttl, now + ttl + grace, ttl)
         } else {
             (RecordState::Open, now + ttl, now + ttl + GRACE, ttl)
@@ -627,19 +659,21 @@ impl ChargeContext<'_> {
             store.holds.of_key(key).remove(key, id, &store.capacity);
             return Ok((self.in_flight(0), status));
         }
+        let found = found.filter(|record| record.state() != RecordState::InFlight);
         let Some(mut record) = found else {
-            return Ok((self.report(used, table, reservation)?, HoldStatus::Unknown));
+            let decision = self.report(used, table, reservation)?;
+            self.remember_report(hold, used, reservation);
+            return Ok((decision, HoldStatus::Unknown));
         };
-        let is_open = !matches!(
-            record.state(),
-            RecordState::Settled | RecordState::Reported | RecordState::Refunded
-        );
+        let is_open = record.end().is_some() || record.state() == RecordState::Released;
         let kept_until = if is_open { record.end_or_used + GRACE } else { record.kept_until() };
         let (decision, state, status) = match record.state() {
             RecordState::OpenUntilRelease if record.end_or_used > now => {
                 self.settle_open(used, &record, is_refund, table, reservation)?
             }
-            RecordState::OpenUntilRelease | RecordState::Released => {
+            RecordState::OpenUntilRelease
+            | RecordState::Released
+            | RecordState::OpenBeforeReset => {
                 if record.releases() {
                     // The terms have changed since the reservation.
                     let _ = self.refund(record.units, record.refund_at, table, reservation);
@@ -653,17 +687,49 @@ impl ChargeContext<'_> {
                 let decision = self.refund_or_read(used, record.refund_at, table, reservation);
                 (decision, RecordState::Refunded, HoldStatus::Settled)
             }
-            RecordState::Settled | RecordState::Refunded => {
+            RecordState::SettledBeforeReset if is_refund => {
+                let unspent = self.unspent(table, reservation);
+                (unspent, RecordState::Refunded, HoldStatus::Settled)
+            }
+            RecordState::Settled
+            | RecordState::SettledBeforeReset
+            | RecordState::Refunded
+            | RecordState::InFlight => {
                 return Ok((self.unspent(table, reservation), HoldStatus::Settled));
             }
             RecordState::Reported => {
                 return Ok((self.unspent(table, reservation), HoldStatus::Ended));
+            }
+            RecordState::WasUnknown => {
+                return Ok((self.unspent(table, reservation), HoldStatus::Reported));
             }
         };
         record.end_or_used = used;
         record.keep(state, kept_until);
         store.holds.of_key(key).set(key, record, reservation);
         Ok((decision, status))
+    }
+
+    /// Remembers a commit of an unknown id, so that its repetition reports nothing. It is not
+    /// remembered if there is no room.
+    fn remember_report(&self, hold: &Hold, used: u64, reservation: &mut RoomReservation<'_>) {
+        let Self { store, now, fingerprint: key, .. } = *self;
+        let room = Lack::LogEntries(RECORD_ENTRIES);
+        if used == 0 || !reservation.reserve(key.policy_class(), room) {
+            return;
+        }
+        let mut record = Record {
+            id: self.id(hold),
+            units: used,
+            charged_at: now,
+            refund_at: now,
+            end_or_used: used,
+            remaining: 0,
+            kept_until_and_state: 0,
+        };
+        let ttl = hold.ttl_micros(self.charge.quota().holds());
+        record.keep(RecordState::WasUnknown, now + ttl + GRACE);
+        store.holds.of_key(key).set(key, record, reservation);
     }
 
     fn settle_open(
@@ -718,7 +784,9 @@ impl ChargeContext<'_> {
         let Self { store, now, fingerprint: key, .. } = *self;
         let terms = self.charge.quota().holds();
         let found = store.holds.of_key(key).get(key, self.id(hold));
+        let is_of_rate = |record: &Record| record.state() != RecordState::InFlight;
         let open = found.filter(|record| record.is_held(now));
+        let open = open.filter(|record| is_of_rate(record) != self.is_concurrency());
         let state = match open {
             None => HoldState::of_micros(HoldStatus::Ended, 0),
             Some(mut record) => {
@@ -839,7 +907,7 @@ impl MemoryStore {
         match (action, record.state()) {
             (
                 Action::Commit | Action::Release | Action::Refund,
-                RecordState::Open | RecordState::OpenUntilRelease,
+                RecordState::Open | RecordState::OpenUntilRelease | RecordState::InFlight,
             ) => Some(record.units),
             (Action::Refund, RecordState::Settled) => Some(record.end_or_used),
             _ => None,

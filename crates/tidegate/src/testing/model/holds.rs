@@ -22,6 +22,8 @@ pub(in crate::testing) struct ModelHold {
     on_expire: OnExpire,
     /// Whether the units return at the end, and have not yet.
     releases: bool,
+    /// Whether its count was reset since, so that no unit can return.
+    is_before_reset: bool,
     state: State,
 }
 
@@ -30,6 +32,8 @@ enum State {
     Open,
     Settled { used: u64 },
     Reported,
+    /// Reported under an unknown id.
+    WasUnknown,
     Refunded,
 }
 
@@ -68,7 +72,7 @@ impl Model {
                 stays || hold.end > now && hold.is_charged()
             }
             State::Settled { used } => used > 0,
-            State::Reported | State::Refunded => false,
+            State::Reported | State::WasUnknown | State::Refunded => false,
         };
         is_alive.then_some(hold)
     }
@@ -235,9 +239,11 @@ impl Model {
                 self.decide_in_flight(action, charge, now, end)
             }
             (None, _) => {
-                if action == Action::Reset && charge.quota().releases_holds() {
+                if action == Action::Reset {
                     let holds = self.holds.get_mut(&name(charge));
-                    holds.into_iter().flatten().for_each(|(_, hold)| hold.releases = false);
+                    holds.into_iter().flatten().for_each(|(_, hold)| {
+                        (hold.releases, hold.is_before_reset) = (false, true);
+                    });
                 }
                 self.decide_with_block(action, charge, now, all_fit)
             }
@@ -298,6 +304,7 @@ impl Model {
             remaining: decision.remaining,
             on_expire,
             releases: (on_expire == OnExpire::Release || is_concurrency) && !is_settled,
+            is_before_reset: false,
             state: if is_settled { State::Settled { used: charge.cost() } } else { State::Open },
         };
         self.holds.entry(name(charge)).or_default().insert(hold.id().to_owned(), known);
@@ -315,11 +322,18 @@ impl Model {
             return decision.with_hold(HoldState::of_micros(status, 0));
         }
         let (decision, state, status) = match known {
-            None => (self.report(charge, used, now), None, HoldStatus::Unknown),
+            None => {
+                let decision = self.report(charge, used, now);
+                if used > 0 {
+                    self.remember_report(charge, hold, now);
+                }
+                (decision, None, HoldStatus::Unknown)
+            }
             Some(known) => match known.state {
                 State::Open
-                    if known.on_expire == OnExpire::Release
-                        && (known.end <= now || !known.releases) =>
+                    if known.is_before_reset
+                        || known.on_expire == OnExpire::Release
+                            && (known.end <= now || !known.releases) =>
                 {
                     if known.releases {
                         // The terms have changed since the reservation.
@@ -336,6 +350,9 @@ impl Model {
                     let state = if is_refund { State::Refunded } else { State::Settled { used } };
                     (decision, Some(state), HoldStatus::Settled)
                 }
+                State::Settled { .. } if is_refund && known.is_before_reset => {
+                    (self.unspent(charge, now), Some(State::Refunded), HoldStatus::Settled)
+                }
                 State::Settled { used } if is_refund => {
                     let decision = self.refund(charge, used, known.refund_at, now);
                     (decision, Some(State::Refunded), HoldStatus::Settled)
@@ -344,6 +361,7 @@ impl Model {
                     (self.unspent(charge, now), None, HoldStatus::Settled)
                 }
                 State::Reported => (self.unspent(charge, now), None, HoldStatus::Ended),
+                State::WasUnknown => (self.unspent(charge, now), None, HoldStatus::Reported),
             },
         };
         let holds = self.holds.get_mut(&name(charge));
@@ -353,10 +371,28 @@ impl Model {
         decision.with_hold(HoldState::of_micros(status, 0))
     }
 
+    fn remember_report(&mut self, charge: &Charge<'_>, hold: &Hold, now: u64) {
+        let ttl = hold.ttl_micros(charge.quota().holds());
+        let known = ModelHold {
+            units: charge.cost(),
+            charged_at: now,
+            refund_at: now,
+            end: now + ttl,
+            known_until: now + ttl + GRACE,
+            remaining: 0,
+            on_expire: OnExpire::Charge,
+            releases: false,
+            is_before_reset: false,
+            state: State::WasUnknown,
+        };
+        self.holds.entry(name(charge)).or_default().insert(hold.id().to_owned(), known);
+    }
+
     fn renew(&mut self, charge: &Charge<'_>, hold: &Hold, now: u64) -> Decision {
         let terms = charge.quota().holds();
         let known = self.holds.get_mut(&name(charge)).and_then(|it| it.get_mut(hold.id()));
         let known = known.filter(|it| it.state == State::Open && it.end > now && it.is_charged());
+        let known = known.filter(|it| !it.is_before_reset);
         let state = match known {
             None => HoldState::of_micros(HoldStatus::Ended, 0),
             Some(known) => {

@@ -341,6 +341,22 @@ local function group(header, from, to)
   local action, count, block_count, hold_count = unpack_struct('<dddd', header, 41)
   if action == RESET then
     call('UNLINK', unpack(keys, from, to))
+    -- The sets of holds come last. Each remembers the reset as long as a record lives at most: of a
+    -- hold until a minute after its end, of an id for ten minutes.
+    local set = from + count + block_count
+    for i = 1, hold_count do
+      local at = 81 + 48 * count + 56 * (i - 1)
+      local _, _, _, max_ttl, _, _, has_set = unpack_struct('<ddddddd', header, at)
+      if has_set > 0 then
+        local expires_at = expiry(now + math.max(max_ttl + 60000000, 600000000))
+        -- Without memory for it, a late commit returns units of younger requests.
+        if try('ZADD', keys[set], whole(4503599627370496 + now), '*') == 1
+          and try('PEXPIREAT', keys[set], expires_at) ~= 1 then
+          call('UNLINK', keys[set])
+        end
+        set = set + 1
+      end
+    end
     return answer(1)
   end
   local holds, release_first, remember, renew, repeat_answer, settle

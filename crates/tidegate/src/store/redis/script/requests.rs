@@ -387,7 +387,8 @@ impl EncodedRequests {
             }
         }
         for (index, charge) in request.charges.iter().enumerate() {
-            if charge.is_extended() {
+            let is_reset = request.operation == Operation::Apply(Action::Reset);
+            if charge.is_extended() || is_reset {
                 self.add_hold(request.operation, charge, first_charge, index);
             }
         }
@@ -424,8 +425,10 @@ impl EncodedRequests {
         // The terms may have changed since the reservation.
         let is_of_hold =
             matches!(operation, Operation::Apply(Action::Commit | Action::Refund | Action::Renew));
-        let has_set = (quota.releases_holds() || is_of_hold) && !quota.is_concurrency();
-        if hold.is_none() && !quota.releases_holds() {
+        let is_reset = operation == Operation::Apply(Action::Reset);
+        let has_set =
+            (quota.releases_holds() || is_of_hold || is_reset) && !quota.is_concurrency();
+        if hold.is_none() && !has_set && !quota.releases_holds() {
             return;
         }
         let count = self.key_of(first_charge + index).to_owned();
@@ -778,6 +781,7 @@ fn hold_state(status: u64, expires_after: u64) -> Result<Option<HoldState>, Stor
         3 => HoldStatus::Settled,
         4 => HoldStatus::Ended,
         5 => HoldStatus::Unknown,
+        6 => HoldStatus::Reported,
         _ => return Err(unexpected("a wrong state of a hold")),
     };
     Ok(Some(HoldState::of_micros(status, expires_after)))
