@@ -119,15 +119,15 @@ pub async fn serve(
                 listeners.push((socket, ratelimit.metrics(path)));
             }
             for (socket, router) in listeners {
-                // Its HTTP listeners have no TLS.
-                tasks.push(tokio::spawn(listener::serve(
+                // Without TLS, and until the end: probes have to see that requests are draining.
+                tokio::spawn(listener::serve(
                     socket,
                     move |peer| listener::with_peer(&router, peer),
                     || None,
                     client_network(state),
-                    stopped.clone(),
+                    service.admin_stop.subscribe(),
                     listener_config(&listen, state),
-                )));
+                ));
             }
         }
     }
