@@ -91,6 +91,7 @@ pub struct LogDenials {
 
 /// Rules of envoyproxy/ratelimit, their default algorithm, and how requests are answered.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "these are settings that do not exclude others")]
 pub struct EnvoyConfig {
     /// Rules of the files, or those that the control plane has sent.
     pub rules: Rules,

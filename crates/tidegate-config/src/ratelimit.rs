@@ -332,10 +332,8 @@ impl Variables<'_> {
     /// Returns the pattern of the files with rules: those in a folder below `RUNTIME_ROOT`.
     fn rule_files(&self) -> Result<String, SettingError> {
         let root = self.text_or("RUNTIME_ROOT", "/srv/runtime_data/current");
-        let folder = match self.flag("RUNTIME_WATCH_ROOT", true)? {
-            true => "config".to_owned(),
-            false => self.text_or("RUNTIME_APPDIRECTORY", "config"),
-        };
+        let app = self.text_or("RUNTIME_APPDIRECTORY", "config");
+        let folder = if self.flag("RUNTIME_WATCH_ROOT", true)? { "config" } else { &app };
         let subdirectory = self.text("RUNTIME_SUBDIRECTORY").unwrap_or_default();
         let folder = Path::new(&root).join(subdirectory.trim_matches('/')).join(folder);
         Ok(format!("{}/*", folder.display()))

@@ -53,7 +53,7 @@ enum AnyCommand {
 
 /// Program that this process was started as.
 pub(crate) enum Program {
-    Tidegate(CommandLine),
+    Tidegate(Box<CommandLine>),
     Ratelimit(RatelimitCommand),
 }
 
@@ -63,7 +63,7 @@ impl Program {
         if ratelimit::is_name(std::env::args_os().next().as_deref()) {
             return RatelimitCommand::try_parse().map(Self::Ratelimit);
         }
-        CommandLine::try_parse().map(Self::Tidegate)
+        CommandLine::try_parse().map(Box::new).map(Self::Tidegate)
     }
 
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {

@@ -44,7 +44,6 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ("tokens", &["secret"]),
             ("warning", &["yaml"]),
             ("envoy", &["warning"]),
-            ("ratelimit", &["config"]),
             ("config", &["envoy", "key_hash", "policies", "secret", "tokens", "warning", "yaml"]),
         ],
     ),

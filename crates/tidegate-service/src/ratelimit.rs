@@ -95,10 +95,10 @@ impl Health {
 }
 
 async fn healthcheck(State(ratelimit): State<Ratelimit>) -> (StatusCode, &'static str) {
-    match ratelimit.health.is_healthy() {
-        true => (StatusCode::OK, "OK"),
-        false => (StatusCode::INTERNAL_SERVER_ERROR, ""),
+    if ratelimit.health.is_healthy() {
+        return (StatusCode::OK, "OK");
     }
+    (StatusCode::INTERNAL_SERVER_ERROR, "")
 }
 
 /// Decides a request in the JSON form of the messages. A denial has the status 429.

@@ -5,7 +5,7 @@ use crate::program::{Program, Variables, program_in};
 use crate::support::{Redis, TEST_TIMEOUT};
 use crate::{limited, rules_of, send};
 
-/// Runs a program as user 65534 without capabilities, on a root that nobody can write. The namespace
+/// Runs a program as user 65534 without capabilities, on a root that is read-only. The namespace
 /// of users makes it work without root, too.
 const AS_IN_A_CONTAINER: &str = r#"
 set -e

@@ -27,13 +27,13 @@ use crate::support::TEST_TIMEOUT;
 
 type Responses = mpsc::UnboundedSender<Result<DiscoveryResponse, Status>>;
 
-/// Running control plane. Dropped, it is killed: all connections end.
+/// Running control plane.
 pub(crate) struct ControlPlane {
     pub(crate) address: SocketAddr,
     requests: mpsc::UnboundedReceiver<DiscoveryRequest>,
     /// Responses of the stream that was opened last.
     responses: Arc<Mutex<Option<Responses>>>,
-    _tasks: JoinSet<()>,
+    tasks: JoinSet<()>,
 }
 
 #[derive(Clone)]
@@ -82,7 +82,7 @@ impl ControlPlane {
                 connections.spawn(serve(stream, files.clone(), handler.clone()));
             }
         });
-        Self { address, requests, responses, _tasks: tasks }
+        Self { address, requests, responses, tasks }
     }
 
     /// Returns the next request of the client.
@@ -117,6 +117,11 @@ impl ControlPlane {
         let answer = self.request().await;
         assert_eq!(answer.error_detail, None);
         assert_eq!((&*answer.version_info, &*answer.response_nonce), (version, version));
+    }
+
+    /// Ends all connections at once, and frees the port.
+    pub(crate) async fn kill(mut self) {
+        self.tasks.shutdown().await;
     }
 
     /// Ends the current stream in good order.

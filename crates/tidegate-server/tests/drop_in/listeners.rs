@@ -6,7 +6,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::control_plane::ControlPlane;
-use crate::program::{Program, Variables, program_in};
+use crate::program::{Program, Variables, get, program_in};
 use crate::support::{Redis, TEST_TIMEOUT};
 use crate::{descriptor, limited, node, rules_of, send, start};
 
@@ -98,7 +98,7 @@ async fn json_decides_as_grpc_does() {
     assert_eq!(program.json(&large).status, 400);
     // Nothing else is served where clients may reach it.
     for path in ["/v1/acquire", "/metrics", "/"] {
-        assert_eq!(program.get(&program.http, path).status, 404, "{path}");
+        assert_eq!(get(&program.http, path).status, 404, "{path}");
     }
 }
 

@@ -27,7 +27,7 @@ pub(crate) struct Program {
 }
 
 /// Variables of a program.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(crate) struct Variables(pub(crate) BTreeMap<String, String>);
 
 impl Variables {
@@ -67,12 +67,6 @@ impl Variables {
 
     fn address(&self, host: &str, port: &str) -> String {
         format!("{}:{}", self.0[host], self.0[port])
-    }
-}
-
-impl Default for Variables {
-    fn default() -> Self {
-        Self(BTreeMap::new())
     }
 }
 
@@ -135,12 +129,8 @@ impl Program {
         self.wait_until(&format!("{text:?} is logged"), || self.output().contains(text));
     }
 
-    pub(crate) fn get(&self, address: &str, path: &str) -> Response {
-        support::request(address, "GET", path, &[], b"")
-    }
-
     pub(crate) fn health(&self) -> (u16, String) {
-        let response = self.get(&self.http, "/healthcheck");
+        let response = get(&self.http, "/healthcheck");
         (response.status, response.body)
     }
 
@@ -149,12 +139,12 @@ impl Program {
     }
 
     pub(crate) fn rules(&self) -> String {
-        self.get(&self.debug, "/rlconfig").body
+        get(&self.debug, "/rlconfig").body
     }
 
     /// Returns the value of a metric.
     pub(crate) fn metric(&self, name: &str) -> u64 {
-        let text = self.get(&self.metrics, "/metrics").body;
+        let text = get(&self.metrics, "/metrics").body;
         let mut lines = text.lines();
         let line = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         line.unwrap_or_else(|| panic!("no {name} in\n{text}")).parse().expect("a number")
@@ -181,6 +171,10 @@ impl Program {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+pub(crate) fn get(address: &str, path: &str) -> Response {
+    support::request(address, "GET", path, &[], b"")
 }
 
 impl Drop for Program {

@@ -16,17 +16,23 @@ const ROUTE: (&str, &str) = ("route-a", "route-a");
 struct Case {
     name: &'static str,
     tree: Vec<RateLimitDescriptor>,
-    requests: Vec<(Vec<(&'static str, &'static str)>, Option<u32>)>,
+    requests: Vec<(Vec<Pair>, Option<u32>)>,
 }
 
+/// Key and value of an entry.
+type Pair = (&'static str, &'static str);
+
 /// Entry whose value is its key, as for all matches but those of distinct values.
-fn same(name: &'static str) -> (&'static str, &'static str) {
+fn same(name: &'static str) -> Pair {
     (name, name)
 }
 
 fn cases() -> Vec<Case> {
+    [cases_of_headers(), cases_of_other_matches()].into_iter().flatten().collect()
+}
+
+fn cases_of_headers() -> Vec<Case> {
     let matched = |name: &str, children| node(name, name, children);
-    let cidr = |children| node("masked_remote_address", "192.168.0.0/16", children);
     vec![
         Case {
             name: "all traffic of a route",
@@ -77,6 +83,13 @@ fn cases() -> Vec<Case> {
                 (vec![same("rule-0-match-0"), ("rule-0-match-1", "ann")], None),
             ],
         },
+    ]
+}
+
+fn cases_of_other_matches() -> Vec<Case> {
+    let matched = |name: &str, children| node(name, name, children);
+    let cidr = |children| node("masked_remote_address", "192.168.0.0/16", children);
+    vec![
         Case {
             name: "network of the client",
             tree: vec![limited("masked_remote_address", "192.168.0.0/16", 7)],

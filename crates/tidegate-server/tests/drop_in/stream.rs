@@ -84,7 +84,7 @@ async fn closed_stream_and_killed_control_plane_leave_the_rules() {
     plane.accept("2", &[rules_of("edge", vec![limited("user", "", 200)])]).await;
 
     let address = plane.address.to_string();
-    drop(plane);
+    plane.kill().await;
     program.wait_until("the outage is noticed", || program.metric("tidegate_xds_connected") == 0);
     assert_eq!(send(&mut client, "edge", &USER).await, (true, Some(200)));
     let mut plane = ControlPlane::start_on(&address, None).await;

@@ -68,7 +68,7 @@ fn the_reference_has_exactly_the_metrics_of_the_service() {
         Service::start(&format!("envoy: {{xds: {{server: '127.0.0.1:9'}}}}\n{CONFIG}")),
     ];
     let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    for (number, service) in services.iter().enumerate() {
+    for service in &services {
         // A request creates the series of its status code and of its node.
         if service.grpc.is_some() {
             for policy in ["per-user", "exports"] {

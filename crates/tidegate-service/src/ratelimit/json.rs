@@ -76,7 +76,10 @@ fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<i32, D::Error> {
 
 /// Parses a request.
 pub(super) fn request(body: &[u8]) -> Result<RateLimitRequest, String> {
-    let request: JsonRequest = serde_json::from_slice(body).map_err(|error| error.to_string())?;
+    let fields: Map<String, Value> =
+        serde_json::from_slice(body).map_err(|error| error.to_string())?;
+    let request =
+        JsonRequest::deserialize(Value::Object(fields)).map_err(|error| error.to_string())?;
     let entry = |entry: JsonEntry| Entry { key: entry.key, value: entry.value };
     let limit = |limit: JsonLimit| RateLimitOverride {
         requests_per_unit: limit.requests_per_unit,

@@ -1,5 +1,5 @@
 //! Metrics by the names of ratelimit's default mapper, followed by those of Tidegate. They are made
-//! from numbers that are counted anyway, but for the units of each rule.
+//! from numbers that are counted anyway, except for the units of each rule.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -8,6 +8,9 @@ use super::Ratelimit;
 use crate::metrics::{UnitTotals, escaped, head, write_labelled, write_numbers};
 
 const CALL: &str = "ShouldRateLimit";
+
+/// Number of units of one kind.
+type CountOf = fn(&UnitTotals) -> u64;
 
 /// Domain and the first two keys of a rule.
 type RuleLabels<'a> = (&'a str, &'a str, Option<&'a str>);
@@ -28,7 +31,7 @@ pub(super) fn text(ratelimit: &Ratelimit) -> String {
         sum.over_limit += units.over_limit;
         sum.shadow_mode += units.shadow_mode;
     }
-    let families: [(&str, fn(&UnitTotals) -> u64); 5] = [
+    let families: [(&str, CountOf); 5] = [
         ("total_hits", |units| units.within_limit + units.over_limit),
         ("within_limit", |units| units.within_limit),
         ("near_limit", |units| units.near_limit),

@@ -117,7 +117,7 @@ impl Discovery {
         let (requests, receiver) = mpsc::channel(1);
         requests.send(self.request("", None)).await?;
         let mut responses = self.open_stream(receiver).await?;
-        while let Some(response) = responses.message().await.map_err(readable)? {
+        while let Some(response) = responses.message().await.map_err(|status| readable(&status))? {
             if !std::mem::replace(&mut self.has_answered, true) {
                 tracing::info!(server = %self.config.server, "control plane connected");
             }
@@ -201,7 +201,7 @@ impl Discovery {
         });
         self.status.is_connected.store(true, Ordering::Relaxed);
         let call = client.stream_aggregated_resources(requests).await;
-        Ok(call.map_err(readable)?.into_inner())
+        Ok(call.map_err(|status| readable(&status))?.into_inner())
     }
 
     /// Opens a connection, with the certificates that are in the files now.
@@ -228,7 +228,7 @@ impl Discovery {
 }
 
 /// Returns the error of a call for the log, without its metadata.
-fn readable(status: tonic::Status) -> anyhow::Error {
+fn readable(status: &tonic::Status) -> anyhow::Error {
     anyhow::anyhow!("{}: {}", status.code(), status.message())
 }
 

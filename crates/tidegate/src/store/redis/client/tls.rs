@@ -142,8 +142,8 @@ impl Tls {
         self
     }
 
-    /// Accepts certificates of the trusted authorities for any name. Whoever has one of them can
-    /// take the place of the server, so this is for an authority that signs nothing else.
+    /// Accepts certificates of the trusted authorities for any name. A client that has one of them
+    /// can take the place of the server, so this is for an authority that signs nothing else.
     #[must_use]
     pub fn any_name(mut self) -> Self {
         self.accepts_any_name = true;
