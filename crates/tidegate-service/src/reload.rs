@@ -170,21 +170,24 @@ impl ConfigWatcher {
                     (has_changed && is_stable).then_some(Due::Files)
                 }
             };
-            // A defect in the parser, met by one file, must not end all reloads.
-            let survived = panics::caught(|| {
-                match due {
-                    None => {}
-                    Some(Due::Files) => {
-                        pending = None;
-                        let _ = self.reload(self.discovered.clone(), &restart_only, &state);
+            // Thousands of rules take a while, and other tasks of this thread must not wait for it. A
+            // defect in the parser, met by one file, must not end all reloads.
+            let survived = tokio::task::block_in_place(|| {
+                panics::caught(|| {
+                    match due {
+                        None => {}
+                        Some(Due::Files) => {
+                            pending = None;
+                            let _ = self.reload(self.discovered.clone(), &restart_only, &state);
+                        }
+                        Some(Due::Rules(update)) => {
+                            let result = self.reload(Some(update.rules), &restart_only, &state);
+                            let _ = update.reply.send(result.map_err(|error| error.to_string()));
+                        }
                     }
-                    Some(Due::Rules(update)) => {
-                        let result = self.reload(Some(update.rules), &restart_only, &state);
-                        let _ = update.reply.send(result.map_err(|error| error.to_string()));
-                    }
-                }
-                // A symlink may have a new target, and a directory may have been replaced.
-                self.watch_folders();
+                    // A symlink may have a new target, and a directory may have been replaced.
+                    self.watch_folders();
+                })
             });
             if survived.is_none() {
                 state.metrics.count_reload(false);

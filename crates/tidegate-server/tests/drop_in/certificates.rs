@@ -17,7 +17,7 @@ use tower::service_fn;
 
 use crate::control_plane::ControlPlane;
 use crate::program::{Program, Variables};
-use crate::support::{Redis, TEST_TIMEOUT};
+use crate::support::{Redis, TEST_TIMEOUT, free_port};
 use crate::{limited, rules_of, send};
 
 /// Name in the certificate of the control plane.
@@ -182,6 +182,45 @@ async fn control_plane_with_another_name_or_authority_is_not_trusted() {
     let program = Program::start(&variables.with("CONFIG_GRPC_XDS_SERVER_TLS_SAN", "another.name"));
     program.wait_until_logged("the control plane is not connected");
     assert!(program.output().contains("not valid for name"), "{}", program.output());
+}
+
+/// The certificate has another name than the address, but an authority that is trusted.
+#[test]
+fn name_of_redis_is_verified_unless_the_setting_skips_it() {
+    let (folder, authority) = (tempfile::tempdir().expect("a folder"), Authority::new());
+    authority.write(folder.path(), &["redis.internal"]);
+    let file = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (certificate, key, ca) = (file("tls.crt"), file("tls.key"), file("ca.crt"));
+    let port = free_port().to_string();
+    let redis = Redis::start_with(&[
+        "--tls-port",
+        &port,
+        "--tls-cert-file",
+        &certificate,
+        "--tls-key-file",
+        &key,
+        "--tls-ca-cert-file",
+        &ca,
+    ]);
+    let variables = Variables::of_gateway("127.0.0.1:1", &redis)
+        .with("REDIS_URL", &format!("127.0.0.1:{port}"))
+        .with("REDIS_TLS", "true")
+        .with("REDIS_TLS_CACERT", &ca)
+        .with("REDIS_TLS_CLIENT_CERT", &certificate)
+        .with("REDIS_TLS_CLIENT_KEY", &key);
+    let strict = Program::start(&variables);
+    strict.wait_until_logged("not valid for name");
+    assert_eq!(strict.health().0, 500);
+    drop(strict);
+    let variables = variables.with("REDIS_TLS_SKIP_HOSTNAME_VERIFICATION", "true");
+    let lax = Program::start(&variables);
+    lax.wait_until("Redis is reached", || lax.health().0 == 200);
+    drop(lax);
+    // Another authority is not trusted, whatever the name is.
+    Authority::new().write(folder.path(), &["redis.internal"]);
+    let other = Program::start(&variables);
+    other.wait_until_logged("invalid peer certificate");
+    assert_eq!(other.health().0, 500);
 }
 
 #[test]
