@@ -1,5 +1,6 @@
-//! Wire types of Tidegate, declared once: the messages of Envoy's rate limit service and of discovery,
-//! the bodies and operations of the APIs, and the conversions of durations to the integers of the bodies.
+//! Wire types of Tidegate, declared once: the messages of Envoy's rate limit service and of
+//! discovery, the bodies and operations of the APIs, and the conversions of durations to the
+//! integers of the bodies.
 #![allow(
     missing_docs,
     clippy::must_use_candidate,

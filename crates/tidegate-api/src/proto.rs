@@ -1,4 +1,5 @@
-//! Messages of Envoy's rate limit service and of discovery, generated from `proto/` by the build script.
+//! Messages of Envoy's rate limit service and of discovery, generated from `proto/` by the build
+//! script.
 
 #![allow(
     clippy::all,
