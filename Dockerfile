@@ -13,12 +13,15 @@ COPY crates crates
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
     cargo build --profile dist --locked -p tidegate-server \
-    && cp target/dist/tidegate /tidegate
+    && cp target/dist/tidegate /tidegate \
+    && mkdir /names && ln -s /usr/bin/tidegate /names/ratelimit
 
 # Nothing but the binary and the certificates of public CAs.
 FROM scratch
 COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
 COPY --from=build /tidegate /usr/bin/tidegate
+# The command that Envoy Gateway starts: under this name, it takes the place of envoyproxy/ratelimit.
+COPY --from=build /names/ /bin/
 # The admin listener stays on loopback: set TIDEGATE_LISTEN_ADMIN and TIDEGATE_ADMIN_TOKEN_FILE to
 # scrape metrics from other hosts.
 ENV TIDEGATE_LISTEN_HTTP=0.0.0.0:8080 \

@@ -1,5 +1,6 @@
-//! Wire types of Tidegate, declared once: the messages of Envoy's rate limit service, the bodies and
-//! operations of the APIs, and the conversions of durations to the integers of the bodies.
+//! Wire types of Tidegate, declared once: the messages of Envoy's rate limit service and of
+//! discovery, the bodies and operations of the APIs, and the conversions of durations to the
+//! integers of the bodies.
 #![allow(
     missing_docs,
     clippy::must_use_candidate,
@@ -17,7 +18,7 @@ pub mod json;
 pub mod operation;
 mod proto;
 
-pub use proto::envoy;
+pub use proto::{envoy, google};
 
 /// Descriptors of the messages of Envoy, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));

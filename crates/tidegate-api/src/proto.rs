@@ -1,4 +1,5 @@
-//! Messages of Envoy's rate limit service, generated from `proto/` by the build script.
+//! Messages of Envoy's rate limit service and of discovery, generated from `proto/` by the build
+//! script.
 
 #![allow(
     clippy::all,
@@ -15,6 +16,11 @@ pub mod envoy {
         pub mod ratelimit {
             pub mod v3 {
                 tonic::include_proto!("envoy.service.ratelimit.v3");
+            }
+        }
+        pub mod discovery {
+            pub mod v3 {
+                tonic::include_proto!("envoy.service.discovery.v3");
             }
         }
     }
@@ -38,5 +44,11 @@ pub mod envoy {
                 tonic::include_proto!("envoy.config.core.v3");
             }
         }
+    }
+}
+
+pub mod google {
+    pub mod rpc {
+        tonic::include_proto!("google.rpc");
     }
 }

@@ -1,6 +1,7 @@
 //! Configuration: parses YAML into a validated [`Config`]. Errors show the line and suggest a fix.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -28,6 +29,7 @@ mod redaction;
 pub mod rule_files;
 mod schema;
 mod store;
+mod xds;
 
 pub use auth::TOKEN_VARIABLES;
 pub use cors::{AllowedOrigins, CorsConfig};
@@ -38,6 +40,7 @@ pub use gateway::{
 pub use listen::{AllowedHosts, Listen};
 use rule_files::RuleFiles;
 pub use store::{RedisConfig, RedisTopology, StoreConfig};
+pub use xds::{XdsConfig, XdsTls};
 
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub const SAMPLE: &str = include_str!("../sample.yaml");
@@ -88,9 +91,17 @@ pub struct LogDenials {
 
 /// Rules of envoyproxy/ratelimit, their default algorithm, and how requests are answered.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "these are settings that do not exclude others")]
 pub struct EnvoyConfig {
+    /// Rules of the files, or those that the control plane has sent.
     pub rules: Rules,
+    /// Control plane that sends the rules.
+    pub xds: Option<XdsConfig>,
     pub algorithm: Algorithm,
+    /// Exceptions, by the name of a rule.
+    algorithms: BTreeMap<String, Algorithm>,
+    /// Holds of rules, by name.
+    holds: BTreeMap<String, RuleHolds>,
     /// Key of the descriptor entry that has the id of a request.
     pub hold_id: Option<String>,
     pub on_store_failure: OnStoreFailure,
@@ -102,6 +113,10 @@ pub struct EnvoyConfig {
     pub dynamic_metadata: bool,
     /// Part of a limit from which on units count as near the limit.
     pub near_limit_ratio: f32,
+    /// Whether the control plane has sent rules, if there is one.
+    pub has_rules: bool,
+    /// Whether metrics count units, as those of ratelimit do.
+    pub counts_units: bool,
 }
 
 impl EnvoyConfig {
@@ -151,14 +166,6 @@ impl Config {
         let has_client_ca = self.tls.as_ref().is_some_and(|tls| tls.has_client_ca);
         let is_open = self.tokens.of_api().is_none() && !has_client_ca;
         addresses.iter().filter(move |(_, address)| is_open && address.is_remote())
-    }
-
-    /// Loads a file, or the built-in sample.
-    pub fn load_or_sample(file: Option<&Path>) -> Result<Self, ConfigError> {
-        match file {
-            Some(file) => Self::load(file),
-            None => Self::parse("sample.yaml", SAMPLE),
-        }
     }
 
     /// Loads and validates a file.
@@ -346,7 +353,10 @@ fn envoy(
             texts.push((name, text));
         }
     }
-    let mut rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
+    let xds = xds::validate(document, folder, raw)?;
+    // The names are those of rules that are not known yet.
+    let checked_algorithms = if xds.is_some() { &BTreeMap::new() } else { &algorithms };
+    let mut rules = Rules::load(&texts, algorithm, checked_algorithms).map_err(|error| {
         let message = format!("envoy: {error}");
         let unknown = raw
             .algorithms
@@ -361,13 +371,20 @@ fn envoy(
         .map_or(Ok(OnStoreFailure::Local), |it| named(document, it))?;
     let mut on_store_failures = BTreeMap::new();
     for (name, failure) in &raw.on_store_failures {
-        check_rule_name(document, &rules, "on_store_failures", name, failure)?;
+        if xds.is_none() {
+            check_rule_name(document, &rules, "on_store_failures", name, failure)?;
+        }
         on_store_failures.insert(name.clone(), named(document, failure)?);
     }
-    set_holds(document, raw, &mut rules)?;
+    let holds = set_holds(document, raw, &mut rules)?;
     let envoy = EnvoyConfig {
         rules,
+        has_rules: xds.is_none(),
+        counts_units: false,
+        xds,
         algorithm,
+        algorithms,
+        holds,
         hold_id: raw.hold_id.as_ref().map(|key| key.value.clone()),
         on_store_failure,
         on_store_failures,
@@ -396,14 +413,18 @@ fn check_rule_name<T>(
     Err(document.error_at(at, &message))
 }
 
-/// Sets what the rules hold until a request ends, and checks that requests have ids.
+/// Sets what the rules hold until a request ends, and checks that requests have ids. Returns the
+/// holds by the names of rules.
 fn set_holds(
     document: &Document<'_>,
     raw: &raw::RawEnvoy,
     rules: &mut Rules,
-) -> Result<(), ConfigError> {
+) -> Result<BTreeMap<String, RuleHolds>, ConfigError> {
+    let mut all = BTreeMap::new();
     for (name, field) in &raw.holds {
-        check_rule_name(document, rules, "holds", name, field)?;
+        if raw.xds.is_none() {
+            check_rule_name(document, rules, "holds", name, field)?;
+        }
         let raw::RawRuleHolds { reserve, ttl, on_expire } = &field.value;
         let holds = RuleHolds {
             reserve: reserve.map(Bounded::get),
@@ -412,6 +433,7 @@ fn set_holds(
         };
         let set = rules.set_holds(name, holds);
         set.map_err(|error| document.error_at(field, &format!("envoy: holds.{name}: {error}")))?;
+        all.insert(name.clone(), holds);
     }
     let holds = |rule: &&Rule| rule.reserve.is_some() || rule.limit.is_concurrency();
     match (&raw.hold_id, rules.rules().find(holds)) {
@@ -423,7 +445,7 @@ fn set_holds(
              the key of the descriptor entry that has the id of the request",
             rule.path
         ))),
-        _ => Ok(()),
+        _ => Ok(all),
     }
 }
 
@@ -462,9 +484,51 @@ fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
         .map_err(|error: tidegate::UnknownName| document.unknown_name_at(text, &error.to_string()))
 }
 
-/// Returns the source of the configuration for messages: a file or the built-in sample.
-pub fn describe(path: Option<&PathBuf>) -> String {
-    path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
+/// Origin of a configuration.
+#[derive(Clone)]
+pub enum ConfigOrigin {
+    /// Built-in sample.
+    Sample,
+    File(PathBuf),
+    /// Text that the environment was translated into.
+    Environment(String),
+}
+
+impl ConfigOrigin {
+    /// Returns the origin of a file or, without one, the sample.
+    pub fn of_file(file: Option<PathBuf>) -> Self {
+        file.map_or(Self::Sample, Self::File)
+    }
+
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Self::File(file) => Some(file),
+            Self::Sample | Self::Environment(_) => None,
+        }
+    }
+
+    /// Loads and validates the configuration.
+    pub fn load(&self) -> Result<Config, ConfigError> {
+        match self {
+            Self::Sample => Config::parse("sample.yaml", SAMPLE),
+            Self::File(file) => Config::load(file),
+            Self::Environment(text) => {
+                let mut config = Config::parse("the environment", text)?;
+                config.envoy.counts_units = true;
+                Ok(config)
+            }
+        }
+    }
+}
+
+impl fmt::Display for ConfigOrigin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sample => f.write_str("the built-in sample"),
+            Self::File(file) => file.display().fmt(f),
+            Self::Environment(_) => f.write_str("the environment"),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Rules of envoyproxy/ratelimit: loads its YAML files unmodified and finds the rule for a
-//! descriptor. Files of one domain are merged.
+//! Rules of envoyproxy/ratelimit: loads its YAML files unmodified, or the messages of a control
+//! plane, and finds the rule for a descriptor. Files of one domain are merged.
 //!
 //! A domain is a tree. The name of a node is its *composite*: `key_value`, or `key` alone for any
 //! value. The search descends one level per entry of the descriptor: to the exact composite, else
@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use prost_types::Struct;
+use serde_saphyr::Location;
 use tidegate::{Algorithm, Enforcement, HoldTerms, OnExpire, Quota, QuotaError, ShowKeys};
 
 use crate::warning::ConfigWarning;
@@ -18,10 +19,12 @@ use crate::warning::ConfigWarning;
 mod error;
 mod fields;
 mod load;
+mod message;
 mod metadata;
 mod names;
 mod raw;
 
+pub use message::{RateLimitConfig, RateLimitDescriptor, RateLimitPolicy, RateLimitReplace};
 pub use names::{CounterParts, counter_key, metric_name, override_name, parse_counter_key};
 
 #[cfg(test)]
@@ -279,6 +282,24 @@ impl Unit {
         })
     }
 
+    /// Returns the number in the messages of Envoy and of control planes. They never change.
+    pub fn number(self) -> i32 {
+        match self {
+            Self::Second => 1,
+            Self::Minute => 2,
+            Self::Hour => 3,
+            Self::Day => 4,
+            Self::Month => 5,
+            Self::Year => 6,
+            Self::Week => 7,
+        }
+    }
+
+    /// Returns the unit with this number.
+    pub fn of_number(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|unit| unit.number() == number)
+    }
+
     fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(name))
     }
@@ -312,7 +333,7 @@ struct Node {
 struct Origin {
     /// Index of the file.
     file: usize,
-    line: u64,
+    location: Location,
 }
 
 /// Composite with one or more `*`, each of which matches any text, including an empty one.

@@ -13,7 +13,12 @@ const SHORT_DIGITS: usize = 8;
 
 /// Returns the hash of a key.
 pub fn of(key: &str) -> String {
-    let hash = digest(&SHA256, key.as_bytes());
+    of_bytes(key.as_bytes())
+}
+
+/// Returns the hash of any content, in the same form.
+pub fn of_bytes(content: &[u8]) -> String {
+    let hash = digest(&SHA256, content);
     let mut shown = PREFIX.to_owned();
     for byte in &hash.as_ref()[..SHOWN_BYTES] {
         let _ = write!(shown, "{byte:02x}");

@@ -15,18 +15,20 @@ pub mod envoy;
 mod fuzz;
 pub mod key_hash;
 pub mod policies;
+mod ratelimit;
 mod secret;
 mod tokens;
 mod warning;
 pub mod yaml;
 
 pub use config::{
-    AccessLogConfig, AccessLogFormat, AllowedHosts, AllowedOrigins, Config, CorsConfig,
-    EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination, RedisConfig, RedisTopology,
-    SAMPLE, StoreConfig, StoreNeeds, TOKEN_VARIABLES, UpstreamLimits, UpstreamProtocol,
-    UpstreamUrl, UpstreamUrlError, describe, rule_files,
+    AccessLogConfig, AccessLogFormat, AllowedHosts, AllowedOrigins, Config, ConfigOrigin,
+    CorsConfig, EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination, RedisConfig,
+    RedisTopology, SAMPLE, StoreConfig, StoreNeeds, TOKEN_VARIABLES, UpstreamLimits,
+    UpstreamProtocol, UpstreamUrl, UpstreamUrlError, XdsConfig, XdsTls, rule_files,
 };
 pub use policies::{load as load_policies, parse as parse_policies};
+pub use ratelimit::{ALGORITHM_VARIABLE, RatelimitSettings, SettingError, TraceSettings};
 pub use secret::Secret;
 pub use tokens::{AuthError, Scope, Token, Tokens};
 pub use warning::{ConfigWarning, OPEN_LISTENER};

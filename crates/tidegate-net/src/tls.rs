@@ -54,22 +54,34 @@ pub fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
             )
         }
     };
-    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| {
-        format!("{}: cannot read a PEM private key: {error}", shown(&files.key))
-    })?;
-    let mut config =
-        builder.with_single_cert(certificates(&files.certificate)?, key).map_err(|error| {
-            format!("{} and {} do not match: {error}", shown(&files.certificate), shown(&files.key))
-        })?;
+    let (certificate, key) = (&files.certificate, &files.key);
+    let mut config = builder
+        .with_single_cert(certificates(certificate)?, private_key(key)?)
+        .map_err(|error| mismatch(certificate, key, &error))?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
 
-/// Returns the TLS settings of a client. The certificates of servers must be signed by one of `ca`, or
-/// by a root that the system trusts.
-pub fn client(ca: Option<&Path>) -> Result<ClientConfig, String> {
+/// PEM files of a client.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ClientTlsFiles {
+    /// CAs that sign the certificates of servers; by default the roots that the system trusts.
+    pub ca: Option<PathBuf>,
+    /// Certificate of the client, and its key.
+    pub identity: Option<(PathBuf, PathBuf)>,
+}
+
+impl ClientTlsFiles {
+    /// Returns the files of a client without a certificate.
+    pub fn of_ca(ca: Option<&Path>) -> Self {
+        Self { ca: ca.map(Path::to_owned), identity: None }
+    }
+}
+
+/// Loads the TLS settings of a client. The error names the file.
+pub fn client(files: &ClientTlsFiles) -> Result<ClientConfig, String> {
     let mut roots = RootCertStore::empty();
-    match ca {
+    match &files.ca {
         Some(file) => {
             for certificate in certificates(file)? {
                 roots.add(certificate).map_err(|error| format!("{}: {error}", file.display()))?;
@@ -82,10 +94,21 @@ pub fn client(ca: Option<&Path>) -> Result<ClientConfig, String> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder =
         ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    Ok(builder
-        .map_err(|error| error.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth())
+    let builder = builder.map_err(|error| error.to_string())?.with_root_certificates(roots);
+    let Some((certificate, key)) = &files.identity else {
+        return Ok(builder.with_no_client_auth());
+    };
+    let identity = builder.with_client_auth_cert(certificates(certificate)?, private_key(key)?);
+    identity.map_err(|error| mismatch(certificate, key, &error))
+}
+
+fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_file(file)
+        .map_err(|error| format!("{}: cannot read a PEM private key: {error}", shown(file)))
+}
+
+fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> String {
+    format!("{} and {} do not match: {error}", shown(certificate), shown(key))
 }
 
 /// TLS settings towards upstreams of both protocols.
@@ -98,7 +121,7 @@ pub struct UpstreamTls {
 impl UpstreamTls {
     /// Loads the certificates of `ca`, or those that the system trusts.
     pub fn load(ca: Option<&Path>) -> Result<Self, String> {
-        let http1 = client(ca)?;
+        let http1 = client(&ClientTlsFiles::of_ca(ca))?;
         let mut http2 = http1.clone();
         http2.alpn_protocols = vec![b"h2".to_vec()];
         Ok(Self { http1: Arc::new(http1), http2: Arc::new(http2) })

@@ -13,9 +13,12 @@ use tidegate_tools::tool::style;
 mod gateway;
 mod generate;
 mod listen;
+mod ratelimit;
 mod serve;
 mod service;
 mod variables;
+
+use ratelimit::RatelimitCommand;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
 #[derive(Debug, Parser)]
@@ -48,8 +51,31 @@ enum AnyCommand {
     Bench(Box<bench::BenchCommand>),
 }
 
-impl CommandLine {
+/// Program that this process was started as.
+pub(crate) enum Program {
+    Tidegate(Box<CommandLine>),
+    Ratelimit(RatelimitCommand),
+}
+
+impl Program {
+    /// Parses the arguments, for the program with the name that the process was started by.
+    pub(crate) fn parse() -> Result<Self, clap::Error> {
+        if ratelimit::is_name(std::env::args_os().next().as_deref()) {
+            return RatelimitCommand::try_parse().map(Self::Ratelimit);
+        }
+        CommandLine::try_parse().map(Box::new).map(Self::Tidegate)
+    }
+
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
+        match self {
+            Self::Tidegate(command) => command.run(),
+            Self::Ratelimit(command) => command.run(),
+        }
+    }
+}
+
+impl CommandLine {
+    fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             AnyCommand::Serve(serve) => serve.run(),
             AnyCommand::Gateway(gateway) => gateway.run(),

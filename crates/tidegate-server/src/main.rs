@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind;
 use tidegate_tools::tool::style;
 
@@ -14,8 +13,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     tidegate_service::logs::panics::install_hook();
-    let arguments = match cli::CommandLine::try_parse() {
-        Ok(arguments) => arguments,
+    let program = match cli::Program::parse() {
+        Ok(program) => program,
         // `--help` and `--version` are reported as errors by clap, but print to stdout.
         Err(error) if !error.use_stderr() => error.exit(),
         // Without a subcommand, the help text explains more than one error line.
@@ -28,7 +27,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match arguments.run() {
+    match program.run() {
         Ok(code) => code,
         // A closed pipe (`… | head`) is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,

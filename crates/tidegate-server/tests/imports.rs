@@ -75,6 +75,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ),
             ("api", &["auth", "logs", "observer", "state"]),
             ("envoy", &["auth", "logs", "metrics", "state"]),
+            ("ratelimit", &["envoy", "metrics", "state"]),
             ("resp", &["api", "auth", "logs", "metrics", "observer", "overrides", "state"]),
             (
                 "admin",
@@ -91,8 +92,21 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
                     "state",
                 ],
             ),
-            ("reload", &["config_summary", "journal", "logs", "state"]),
-            ("serve", &["admin", "api", "envoy", "journal", "metrics", "reload", "resp", "state"]),
+            ("reload", &["config_summary", "journal", "logs", "metrics", "state"]),
+            (
+                "serve",
+                &[
+                    "admin",
+                    "api",
+                    "envoy",
+                    "journal",
+                    "metrics",
+                    "ratelimit",
+                    "reload",
+                    "resp",
+                    "state",
+                ],
+            ),
         ],
     ),
     (

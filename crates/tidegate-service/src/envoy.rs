@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use http::HeaderMap;
 use hyper::service::{Service, service_fn};
 use tidegate::PreparedCharge;
 use tidegate::{
@@ -17,7 +18,7 @@ use tower::ServiceExt as _;
 
 use crate::auth::{self, AuthListener};
 use crate::logs;
-use crate::state::ServerState;
+use crate::state::{ActiveConfig, ServerState};
 use tidegate_config::{AuthError, Scope};
 use tidegate_net::listener::{BufferBudget, Peer, Request};
 
@@ -117,39 +118,82 @@ impl Envoy {
                 if let Some(http_error) = grpc::check_http(&request) {
                     return Ok(http_error);
                 }
-                match should_rate_limit(&envoy.state, buffered, peer, request).await {
-                    Ok(response) => Ok(response),
+                match envoy.should_rate_limit(buffered, peer, request).await {
+                    Ok(response) => Ok(grpc::response(&response)),
                     Err(GrpcCallError::Failed(status)) => Ok(status.into_http()),
                     Err(GrpcCallError::Rejected(rejection)) => {
-                        Ok(rejection.into_response(&envoy.rejections))
+                        Ok(grpc::response(&rejection.into_denial(&envoy.rejections)))
                     }
                 }
             }
         })
     }
+
+    /// Answers a gRPC call.
+    async fn should_rate_limit(
+        &self,
+        buffered: &ConnectionBudget,
+        peer: Peer,
+        request: Request,
+    ) -> Result<RateLimitResponse, GrpcCallError> {
+        let active = self.state.active_guard();
+        let (head, body) = request.into_parts();
+        authorize(&self.state, &active, &head.headers, peer)?;
+        grpc::check_encoding(&head.headers)?;
+        // Lives as long as the message.
+        let mut buffer = buffered.buffer();
+        let request = REQUESTS.read(body, &mut buffer).await?;
+        decide(&active, &head.headers, &request).await
+    }
+
+    /// Answers a request that did not arrive over gRPC.
+    pub(crate) async fn answer(
+        &self,
+        headers: &HeaderMap,
+        peer: Peer,
+        request: &RateLimitRequest,
+    ) -> Result<RateLimitResponse, Status> {
+        let active = self.state.active_guard();
+        authorize(&self.state, &active, headers, peer)?;
+        let decided = match request::check(request) {
+            Ok(()) => decide(&active, headers, request).await,
+            Err(rejection) => Err(rejection.into()),
+        };
+        match decided {
+            Err(GrpcCallError::Failed(status)) => Err(status),
+            Err(GrpcCallError::Rejected(rejection)) => Ok(rejection.into_denial(&self.rejections)),
+            Ok(response) => Ok(response),
+        }
+    }
+
+    /// Returns the number of calls that could not be decided.
+    pub(crate) fn rejected(&self) -> u64 {
+        self.rejections.total()
+    }
 }
 
-async fn should_rate_limit(
+/// Checks the token of a caller, if one is needed.
+fn authorize(
     state: &ServerState,
-    buffered: &ConnectionBudget,
+    active: &ActiveConfig,
+    headers: &HeaderMap,
     peer: Peer,
-    request: Request,
-) -> Result<GrpcResponse, GrpcCallError> {
-    let active = state.active_guard();
-    let (head, body) = request.into_parts();
-    if let Some(tokens) = active.tokens.of_api() {
-        let given = auth::bearer(&head.headers);
-        state.authorize(tokens, given, &[Scope::Acquire], AuthListener::Grpc, peer).map_err(
-            |error| match error {
-                AuthError::Missing | AuthError::Wrong => Status::unauthenticated(error.to_string()),
-                AuthError::MissingScope { .. } => Status::permission_denied(error.to_string()),
-            },
-        )?;
-    }
-    grpc::check_encoding(&head.headers)?;
-    // Lives as long as the message.
-    let mut buffer = buffered.buffer();
-    let request = REQUESTS.read(body, &mut buffer).await?;
+) -> Result<(), Status> {
+    let Some(tokens) = active.tokens.of_api() else { return Ok(()) };
+    let given = auth::bearer(headers);
+    let authorized = state.authorize(tokens, given, &[Scope::Acquire], AuthListener::Grpc, peer);
+    authorized.map(drop).map_err(|error| match error {
+        AuthError::Missing | AuthError::Wrong => Status::unauthenticated(error.to_string()),
+        AuthError::MissingScope { .. } => Status::permission_denied(error.to_string()),
+    })
+}
+
+/// Decides a request, whose headers may continue a trace.
+async fn decide(
+    active: &ActiveConfig,
+    headers: &HeaderMap,
+    request: &RateLimitRequest,
+) -> Result<RateLimitResponse, GrpcCallError> {
     if request.domain.is_empty() {
         return Err(Status::invalid_argument(
             "the domain is empty: send the domain of the rules to apply",
@@ -161,7 +205,7 @@ async fn should_rate_limit(
     }
     let descriptors = request.descriptors.len();
     let invalid = |reason: String| Rejection::Invalid { reason, descriptors };
-    let (plans, mut charges) = plan::for_request(&active, &request).map_err(invalid)?;
+    let (plans, mut charges) = plan::for_request(active, request).map_err(invalid)?;
     let failure = strictest(&charges);
     // In shadow mode the request passes, but statuses show what denies it, as in ratelimit.
     let own_modes: Option<Vec<Enforcement>> = active.envoy.shadow_mode.then(|| {
@@ -169,13 +213,13 @@ async fn should_rate_limit(
         charges = charges.drain(..).map(|c| c.with_enforcement(Enforcement::Shadow)).collect();
         own_modes
     });
-    let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
+    let on_span = |span: &tracing::Span| logs::continue_trace(span, headers);
     let query = Query::prepared(charges).on_span(&on_span);
     let decisions = match active.limiter.decide(Action::Acquire, query).await {
         Ok(decisions) => decisions,
         Err(QueryError::Store(error)) => {
             logs::store_failed(&error);
-            return undecided(&plans, failure);
+            return undecided(&plans, failure).map_err(Into::into);
         }
         Err(other) => return Err(invalid(other.to_string()).into()),
     };
@@ -201,10 +245,10 @@ async fn should_rate_limit(
     }
     let mut response = response.build(decisions.is_allowed());
     if active.envoy.dynamic_metadata {
-        let metadata = dynamic_metadata::of_response(&request, &plans, &response.statuses);
+        let metadata = dynamic_metadata::of_response(request, &plans, &response.statuses);
         response.dynamic_metadata = Some(metadata);
     }
-    Ok(grpc::response(&response))
+    Ok(response)
 }
 
 /// Returns whether the start of a request has the id of another one. Envoy sends the start once, so
@@ -233,9 +277,9 @@ fn strictest(charges: &[PreparedCharge<'_>]) -> OnStoreFailure {
 fn undecided(
     plans: &[DescriptorPlan<'_>],
     failure: OnStoreFailure,
-) -> Result<GrpcResponse, GrpcCallError> {
+) -> Result<RateLimitResponse, Status> {
     if failure == OnStoreFailure::Error {
-        return Err(Status::unavailable("the store is unavailable").into());
+        return Err(Status::unavailable("the store is unavailable"));
     }
     let allowed = failure == OnStoreFailure::Allow;
     let mut response = ResponseBuilder::default();
@@ -246,14 +290,14 @@ fn undecided(
             status.set_code(Code::OverLimit);
         }
     }
-    Ok(grpc::response(&response.build(allowed)))
+    Ok(response.build(allowed))
 }
 
 fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateLimit {
     RateLimit {
         name: name.unwrap_or_default().to_owned(),
         requests_per_unit: u32::try_from(requests).unwrap_or(u32::MAX),
-        unit: unit.map_or(0, plan::unit_number),
+        unit: unit.map_or(0, Unit::number),
     }
 }
 

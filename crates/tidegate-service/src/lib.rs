@@ -24,6 +24,7 @@ pub mod logs;
 pub mod metrics;
 mod observer;
 mod overrides;
+mod ratelimit;
 pub mod reload;
 mod resp;
 pub mod serve;

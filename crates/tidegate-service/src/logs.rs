@@ -19,7 +19,7 @@ mod throttle;
 mod traces;
 mod writer;
 
-use tidegate_config::LogDestination;
+use tidegate_config::{LogDestination, TraceSettings};
 
 pub use denials::DenialLog;
 pub use level::VARIABLE;
@@ -37,6 +37,32 @@ static STDERR: OnceLock<LogWriter> = OnceLock::new();
 pub enum LogFormat {
     Text,
     Json,
+}
+
+/// Settings of the logs and traces of a process.
+#[derive(Debug, Clone)]
+pub struct LogSettings {
+    pub format: LogFormat,
+    /// Level, unless the variable `TIDEGATE_LOG` has one.
+    pub level: &'static str,
+    pub traces: TraceMode,
+}
+
+/// Source of the settings of traces.
+#[derive(Debug, Clone)]
+pub enum TraceMode {
+    /// The standard variables alone: an endpoint turns traces on.
+    Standard,
+    Off,
+    /// Settings of envoyproxy/ratelimit, and the standard variables for the rest.
+    Ratelimit(TraceSettings),
+}
+
+impl LogSettings {
+    /// Returns the settings of commands that have only a format.
+    pub fn of_format(format: LogFormat) -> Self {
+        Self { format, level: "info", traces: TraceMode::Standard }
+    }
 }
 
 /// Guard that exports the last spans and writes the last lines on drop.
@@ -63,28 +89,28 @@ pub fn line_counts() -> [(&'static str, u64); 2] {
 
 /// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
 /// runs on.
-pub fn start(format: LogFormat) -> anyhow::Result<LogGuard> {
+pub fn start(settings: &LogSettings) -> anyhow::Result<LogGuard> {
     let filter = match std::env::var(level::VARIABLE) {
         Ok(text) if !text.trim().is_empty() => level::parse(&text)?,
-        _ => EnvFilter::new("info"),
+        _ => EnvFilter::new(settings.level),
     };
     // A thread of the runtime must not block on a full pipe: lines are queued, or dropped.
     let writer = LogWriter::start("log", &LogDestination::Stderr, Duration::ZERO)?;
     let writer = STDERR.get_or_init(|| writer);
     let lines = tracing_subscriber::fmt::layer().with_writer(move || writer);
-    let lines = match format {
+    let lines = match settings.format {
         LogFormat::Json => lines.json().with_filter(filter).boxed(),
         LogFormat::Text => {
             lines.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed()
         }
     };
-    let provider = traces::provider()?;
+    let provider = traces::provider(&settings.traces)?;
     let layer = provider.as_ref().map(|provider| {
         let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("tidegate"));
         layer.with_filter(Targets::new().with_target(TRACE, tracing::Level::DEBUG))
     });
     tracing_subscriber::registry().with(lines).with(layer).init();
-    if provider.is_some() {
+    if provider.is_some() && matches!(settings.traces, TraceMode::Standard) {
         traces::warn_about_protocol();
     }
     Ok(LogGuard { traces: provider })

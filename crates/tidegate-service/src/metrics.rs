@@ -54,7 +54,17 @@ pub trait MetricsSection: Send + Sync {
 
 /// Decisions of one policy, by outcome.
 #[derive(Debug, Default)]
-pub struct Outcomes(Counters<{ HOLD + HOLD_EVENTS.len() }>);
+pub struct Outcomes(Counters<{ UNITS + 3 }>);
+
+/// Units of a policy that requests asked for, as ratelimit counts them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct UnitTotals {
+    pub within_limit: u64,
+    pub near_limit: u64,
+    /// Units of denied requests, also of those that passed in shadow mode.
+    pub over_limit: u64,
+    pub shadow_mode: u64,
+}
 
 /// Event in the life of a hold, in the order of [`HOLD_EVENTS`].
 #[derive(Debug, Clone, Copy)]
@@ -85,6 +95,8 @@ const REFUND_FAILED: usize = 7;
 const FALLBACK: usize = 8;
 /// Index of the first of the events of holds.
 const HOLD: usize = FALLBACK + FALLBACKS.len();
+/// Index of the first of the numbers of units: admitted, denied, denied in shadow mode.
+const UNITS: usize = HOLD + HOLD_EVENTS.len();
 
 /// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
@@ -106,14 +118,18 @@ const HOLD_EVENTS: [&str; 7] =
 const ERROR_KINDS: [&str; 6] =
     ["full", "timeout", "unreachable", "refused", "misconfigured", "permission"];
 
+/// Returns the index of an outcome.
+fn outcome(allowed: bool, shadow: bool) -> usize {
+    match (allowed, shadow) {
+        (true, _) => ALLOWED,
+        (false, false) => DENIED,
+        (false, true) => SHADOW_DENIED,
+    }
+}
+
 impl Outcomes {
     pub fn count(&self, allowed: bool, shadow: bool) {
-        let counter = match (allowed, shadow) {
-            (true, _) => ALLOWED,
-            (false, false) => DENIED,
-            (false, true) => SHADOW_DENIED,
-        };
-        self.0.add(counter, 1);
+        self.0.add(outcome(allowed, shadow), 1);
     }
 
     /// Counts a request that lacks the policy's key.
@@ -124,6 +140,11 @@ impl Outcomes {
     /// Counts a request that has none of the values in the policy's `limits`.
     pub fn count_other_limit(&self) {
         self.0.add(OTHER_LIMIT, 1);
+    }
+
+    /// Counts the units of a decision.
+    pub fn count_units(&self, allowed: bool, shadow: bool, units: u64) {
+        self.0.add(UNITS + outcome(allowed, shadow), units);
     }
 
     /// Counts units that were admitted near the limit.
@@ -217,6 +238,26 @@ impl Metrics {
         for (policy, outcomes) in all.iter() {
             visit(policy, [ALLOWED, DENIED, SHADOW_DENIED].map(|index| outcomes.0.total(index)));
         }
+    }
+
+    /// Calls a closure with each policy and the units that requests asked for.
+    pub fn for_each_units(&self, mut visit: impl FnMut(&str, UnitTotals)) {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        for (policy, outcomes) in all.iter() {
+            let shadow_mode = outcomes.0.total(UNITS + SHADOW_DENIED);
+            let totals = UnitTotals {
+                within_limit: outcomes.0.total(UNITS + ALLOWED),
+                near_limit: outcomes.0.total(NEAR_LIMIT),
+                over_limit: outcomes.0.total(UNITS + DENIED) + shadow_mode,
+                shadow_mode,
+            };
+            visit(policy, totals);
+        }
+    }
+
+    /// Returns the number of reloads that succeeded, and of those that failed.
+    pub fn reload_totals(&self) -> [u64; 2] {
+        [&self.reload_successes, &self.reload_failures].map(|it| it.load(Ordering::Relaxed))
     }
 
     /// Returns whether a request has matched the policy since the start, even one without its key.

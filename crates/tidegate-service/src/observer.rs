@@ -27,6 +27,8 @@ pub struct DecisionObserver {
     backend: Arc<Backend>,
     /// Part of a limit from which on units count as near the limit.
     near_limit_ratio: f32,
+    /// Whether units are counted, as ratelimit's metrics need it.
+    counts_units: bool,
     /// Counters by the name of a policy or rule. The map never changes, so counting needs no lock.
     outcomes: HashMap<String, Arc<Outcomes>, RandomState>,
     denials: Option<Denials>,
@@ -55,9 +57,15 @@ impl DecisionObserver {
             hot_keys: Arc::clone(hot_keys),
             backend: Arc::clone(backend),
             near_limit_ratio,
+            counts_units: false,
             outcomes: outcomes.collect(),
             denials: None,
         }
+    }
+
+    /// Also counts units, for ratelimit's metrics.
+    pub fn with_units(self, counts_units: bool) -> Self {
+        Self { counts_units, ..self }
     }
 
     /// Also logs denied requests. The names come with the form of their keys; of two forms the
@@ -85,6 +93,10 @@ impl DecisionObserver {
         self.with_outcomes(decision, |outcomes, is_own| {
             outcomes.count(made.allowed, is_shadow);
             outcomes.count_near_limit(near_limit);
+            if self.counts_units {
+                let is_shadow = decision.enforcement() == Enforcement::Shadow;
+                outcomes.count_units(made.allowed, is_shadow, decision.cost());
+            }
             if is_own && !decision.is_rejected() {
                 outcomes.count_source(made.source);
             }

@@ -1,4 +1,5 @@
-//! Reloads the configuration without a restart: when its files change, and on SIGHUP.
+//! Reloads the configuration without a restart: when its files change, on SIGHUP, and when a control
+//! plane sends other rules.
 //!
 //! Directories are watched, not files: editors and Kubernetes replace a file (or a symlink on the
 //! way to it), and a watch on the file itself would keep following the old one. A changed file may
@@ -16,15 +17,17 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use changes::{Changes, Contents};
+use discovery::{DiscoveredRules, Discovery, RulesUpdate};
 
 use crate::config_summary::ConfigChange;
 use crate::journal::{EventKind, bounded};
 use crate::logs::panics;
 use crate::state::{ReloadError, ServerState};
-use tidegate_config::{self, Config, StoreConfig, rule_files};
+use tidegate_config::{Config, ConfigOrigin, StoreConfig, XdsConfig, rule_files};
 use tidegate_net::tls::ListenerTls;
 
 mod changes;
+mod discovery;
 mod links;
 mod restart_only;
 
@@ -40,10 +43,13 @@ const MISSING_FILE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of loads in a row when each names other files than the one before.
 const MAX_LOADS: usize = 3;
 
-/// Origin of the configuration: a file, or the built-in sample, and flags for its store.
+/// Name of the rules of a control plane, in errors.
+const XDS: &str = "envoy.xds";
+
+/// Origin of the configuration, and flags for its store.
 pub struct ConfigSource {
-    pub file: Option<PathBuf>,
-    /// Applies the flags to the store of the file.
+    pub origin: ConfigOrigin,
+    /// Applies the flags to the store of the origin.
     pub with_flags: Box<dyn Fn(StoreConfig) -> anyhow::Result<StoreConfig> + Send + Sync>,
     /// File with a password that a flag names.
     pub password_file: Option<PathBuf>,
@@ -52,7 +58,7 @@ pub struct ConfigSource {
 impl ConfigSource {
     /// Loads the configuration, with the flags for its store.
     pub fn load(&self) -> Result<Config, ReloadError> {
-        let mut config = Config::load_or_sample(self.file.as_deref())?;
+        let mut config = self.origin.load()?;
         config.store =
             (self.with_flags)(config.store).map_err(|error| self.error(format!("{error:#}")))?;
         config.files.extend(self.password_file.clone());
@@ -61,14 +67,15 @@ impl ConfigSource {
 
     /// Returns an error about the configuration as a whole.
     fn error(&self, message: impl Into<String>) -> ReloadError {
-        ReloadError::of_file(&tidegate_config::describe(self.file.as_ref()), message)
+        ReloadError::of_file(&self.origin.to_string(), message)
     }
 }
 
-/// Starts watching until the process ends.
+/// Starts watching the files, and the rules of the control plane, until the process ends.
 pub fn watch(
     source: ConfigSource,
     files: Vec<PathBuf>,
+    xds: Option<XdsConfig>,
     restart_only: RestartOnlyConfig,
     warn: Box<dyn Fn(&Config) + Send + Sync>,
     state: Arc<ServerState>,
@@ -91,14 +98,33 @@ pub fn watch(
         folders: BTreeSet::new(),
         loaded: Vec::new(),
         applied: Contents::new(),
+        discovered: None,
     };
     watcher.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
     // Taken before the addresses are announced, because the files may change right after that.
     watcher.loaded = contents(watcher.snapshot());
     watcher.applied = watcher.loaded_files();
-    tokio::spawn(watcher.run(hangup, changes, restart_only, state));
+    let (updates, discovered) = mpsc::channel(1);
+    if let Some(xds) = xds {
+        tokio::spawn(Discovery::new(xds, updates, &state.metrics).run());
+    }
+    let triggers = Triggers { hangup, changes, discovered };
+    tokio::spawn(watcher.run(triggers, restart_only, state));
     Ok(())
+}
+
+/// Events after which the configuration is loaded again.
+struct Triggers {
+    hangup: Signal,
+    changes: mpsc::Receiver<()>,
+    discovered: mpsc::Receiver<RulesUpdate>,
+}
+
+/// Reason of a reload.
+enum Due {
+    Files,
+    Rules(RulesUpdate),
 }
 
 /// Watcher of the configuration file and all files and folders that it names.
@@ -112,13 +138,14 @@ struct ConfigWatcher {
     loaded: Vec<Option<Vec<u8>>>,
     /// Contents of the configuration in use.
     applied: Contents,
+    /// Rules of the control plane, if it has sent some.
+    discovered: Option<DiscoveredRules>,
 }
 
 impl ConfigWatcher {
     async fn run(
         mut self,
-        mut hangup: Signal,
-        mut changes: mpsc::Receiver<()>,
+        mut triggers: Triggers,
         restart_only: RestartOnlyConfig,
         state: Arc<ServerState>,
     ) {
@@ -126,28 +153,41 @@ impl ConfigWatcher {
         loop {
             let interval = if pending.is_some() { DEBOUNCE } else { MISSING_FILE_POLL_INTERVAL };
             let is_missing = self.loaded.contains(&None);
-            let is_due = tokio::select! {
-                _ = hangup.recv() => true,
-                Some(()) = changes.recv(), if pending.is_none() => {
+            let due = tokio::select! {
+                _ = triggers.hangup.recv() => Some(Due::Files),
+                Some(update) = triggers.discovered.recv(), if pending.is_none() => {
+                    Some(Due::Rules(update))
+                }
+                Some(()) = triggers.changes.recv(), if pending.is_none() => {
                     pending = Some(self.snapshot());
-                    false
+                    None
                 }
                 () = tokio::time::sleep(interval), if pending.is_some() || is_missing => {
                     let current = self.snapshot();
                     let has_changed = contents(current.clone()) != self.loaded;
                     let is_stable = pending.as_ref() == Some(&current);
                     pending = has_changed.then_some(current);
-                    has_changed && is_stable
+                    (has_changed && is_stable).then_some(Due::Files)
                 }
             };
-            // A defect in the parser, met by one file, must not end all reloads.
-            let survived = panics::caught(|| {
-                if is_due {
-                    pending = None;
-                    self.reload(&restart_only, &state);
-                }
-                // A symlink may have a new target, and a directory may have been replaced.
-                self.watch_folders();
+            // Thousands of rules take a while, and other tasks of this thread must not wait for it. A
+            // defect in the parser, met by one file, must not end all reloads.
+            let survived = tokio::task::block_in_place(|| {
+                panics::caught(|| {
+                    match due {
+                        None => {}
+                        Some(Due::Files) => {
+                            pending = None;
+                            let _ = self.reload(self.discovered.clone(), &restart_only, &state);
+                        }
+                        Some(Due::Rules(update)) => {
+                            let result = self.reload(Some(update.rules), &restart_only, &state);
+                            let _ = update.reply.send(result.map_err(|error| error.to_string()));
+                        }
+                    }
+                    // A symlink may have a new target, and a directory may have been replaced.
+                    self.watch_folders();
+                })
             });
             if survived.is_none() {
                 state.metrics.count_reload(false);
@@ -157,9 +197,15 @@ impl ConfigWatcher {
         }
     }
 
-    /// Applies the new configuration as a whole, or keeps the current one.
-    fn reload(&mut self, restart_only: &RestartOnlyConfig, state: &ServerState) {
-        let checked = self.load().and_then(|config| {
+    /// Applies the new configuration as a whole, with these rules of the control plane, or keeps the
+    /// current one.
+    fn reload(
+        &mut self,
+        rules: Option<DiscoveredRules>,
+        restart_only: &RestartOnlyConfig,
+        state: &ServerState,
+    ) -> Result<(), ReloadError> {
+        let checked = self.load(rules).and_then(|config| {
             let tls = || check_tls(state.active().tls.as_ref(), config.tls.as_ref());
             let allowed = restart_only.check(&config).and_then(|()| tls());
             allowed.map_err(|error| self.source.error(error))?;
@@ -171,26 +217,8 @@ impl ConfigWatcher {
             }
             Ok((config, pending))
         });
-        match checked {
-            Ok((config, pending)) => {
-                if !pending.is_empty() {
-                    tracing::warn!(
-                        "changes in {} need a restart, all other changes are applied",
-                        pending.join(", ")
-                    );
-                }
-                (self.warn)(&config);
-                config.log_warnings();
-                let config_hash = config.hash.clone();
-                let mut changes = state.reload(config);
-                state.metrics.count_reload(true);
-                state.reloads.succeeded(pending.clone());
-                changes.extend(self.log_changes().map(ConfigChange::of_files));
-                state.journal.record(EventKind::Reloaded { config_hash, changes });
-                if !pending.is_empty() {
-                    state.journal.record(EventKind::RestartPending { sections: pending });
-                }
-            }
+        let (config, pending) = match checked {
+            Ok(checked) => checked,
             Err(error) => {
                 state.metrics.count_reload(false);
                 tracing::error!(
@@ -198,19 +226,38 @@ impl ConfigWatcher {
                     "reloading the configuration failed, keeping the current one"
                 );
                 state.journal.record(EventKind::ReloadFailed { error: bounded(error.to_string()) });
-                state.reloads.failed(error);
+                state.reloads.failed(error.clone());
+                return Err(error);
             }
+        };
+        if !pending.is_empty() {
+            tracing::warn!(
+                "changes in {} need a restart, all other changes are applied",
+                pending.join(", ")
+            );
         }
+        (self.warn)(&config);
+        config.log_warnings();
+        let config_hash = config.hash.clone();
+        let mut changes = state.reload(config);
+        state.metrics.count_reload(true);
+        state.reloads.succeeded(pending.clone());
+        changes.extend(self.log_changes().map(ConfigChange::of_files));
+        state.journal.record(EventKind::Reloaded { config_hash, changes });
+        if !pending.is_empty() {
+            state.journal.record(EventKind::RestartPending { sections: pending });
+        }
+        Ok(())
     }
 
     /// Logs what differs from the configuration before, which this one replaces. Returns the names
     /// of the other files that changed.
     fn log_changes(&mut self) -> Option<String> {
         let applied = self.loaded_files();
-        let changes = Changes::between(self.source.file.as_deref(), &self.applied, &applied);
+        let changes = Changes::between(self.source.origin.file(), &self.applied, &applied);
         self.applied = applied;
         tracing::info!(
-            file = tidegate_config::describe(self.source.file.as_ref()),
+            file = %self.source.origin,
             sections = changes.sections,
             added_policies = changes.added_policies,
             removed_policies = changes.removed_policies,
@@ -227,8 +274,22 @@ impl ConfigWatcher {
     }
 
     /// Loads the configuration, again if it names other files than before: files must be watched
-    /// before they are read.
-    fn load(&mut self) -> Result<Config, ReloadError> {
+    /// before they are read. Sets the rules of the control plane. They are kept, unless they are
+    /// what is wrong, so that they apply as soon as the files are valid again.
+    fn load(&mut self, rules: Option<DiscoveredRules>) -> Result<Config, ReloadError> {
+        let loaded = self.load_files();
+        let Some(rules) = rules else { return loaded };
+        let checked = loaded.map(|mut config| {
+            let set = config.set_discovered_rules(&rules);
+            set.map(|()| config).map_err(|error| ReloadError::of_file(XDS, error))
+        });
+        if !matches!(checked, Ok(Err(_))) {
+            self.discovered = Some(rules);
+        }
+        checked.flatten()
+    }
+
+    fn load_files(&mut self) -> Result<Config, ReloadError> {
         let mut loads = 0;
         loop {
             loads += 1;
@@ -243,7 +304,7 @@ impl ConfigWatcher {
     }
 
     fn snapshot(&self) -> Vec<FileSnapshot> {
-        snapshot(self.source.file.as_deref(), &self.files)
+        snapshot(self.source.origin.file(), &self.files)
     }
 
     fn watch_folders(&mut self) {

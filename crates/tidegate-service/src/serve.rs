@@ -19,11 +19,14 @@ use crate::api::browser::BrowserGuard;
 use crate::envoy::{Envoy, RejectionCounters};
 use crate::journal::{self, EventKind};
 use crate::metrics::stalls;
+use crate::ratelimit::{Health, Ratelimit};
 use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::{Resp, RespShared};
 use crate::state::ServerState;
 use crate::{api, reload};
-use tidegate_config::{Config, Listen, OPEN_LISTENER, RedisConfig, StoreConfig, StoreNeeds};
+use tidegate_config::{
+    Config, Listen, OPEN_LISTENER, RatelimitSettings, RedisConfig, StoreConfig, StoreNeeds,
+};
 use tidegate_net::ListenAddress;
 use tidegate_net::listener::{self, ListenerConfig, MaxAge, Socket};
 
@@ -50,10 +53,12 @@ pub const EVENT_INTERVAL: u32 = 16;
 /// Wait between two checks for a connection to Redis at startup.
 const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the API until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
+/// Runs the API, or in its place the listeners of envoyproxy/ratelimit, until SIGTERM or SIGINT.
+/// Calls `announce` with the bound addresses.
 pub async fn serve(
     config: Config,
     source: ConfigSource,
+    ratelimit: Option<RatelimitSettings>,
     check_redis: RedisCheck,
     announce: impl FnOnce(&Listen),
 ) -> anyhow::Result<()> {
@@ -66,6 +71,8 @@ pub async fn serve(
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
     let addresses = [("http", listen.http.clone()), ("grpc", listen.grpc.clone())];
     let guard = Arc::new(BrowserGuard::of_api(&listen.allowed_hosts));
+    // By the side of Envoy, other hosts have to reach the listeners.
+    let addresses = if ratelimit.is_some() { Vec::new() } else { addresses.to_vec() };
     let warn = Box::new(move |config: &Config| {
         warn_about_open_listeners(&addresses, config);
         for warning in &config.warnings_without_gateway {
@@ -78,30 +85,54 @@ pub async fn serve(
 
     let state = &service.state;
     let stopped = &service.stopped;
-    let http_service = {
-        let state = Arc::clone(state);
-        move |peer| api::service(&state, &guard, peer)
-    };
-    let http_task = tokio::spawn(listener::serve(
-        http_listener,
-        http_service,
-        current_tls(state),
-        client_network(state),
-        stopped.clone(),
-        ListenerConfig { max_age, ..listener_config(&listen, state) },
-    ));
     let rejections = Arc::clone(&service.rejections);
     let envoy = Envoy::new(Arc::clone(state), rejections, service.unready.subscribe()).await?;
+    let envoy_of_grpc = Arc::clone(&envoy);
     let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
-        move |peer| envoy.service(peer),
+        move |peer| envoy_of_grpc.service(peer),
         current_tls(state),
         client_network(state),
         stopped.clone(),
         ListenerConfig { max_age, ..listener_config(&listen, state) },
     ));
+    let mut tasks = vec![grpc_task];
+    match ratelimit {
+        None => {
+            let state_of_api = Arc::clone(state);
+            tasks.push(tokio::spawn(listener::serve(
+                http_listener,
+                move |peer| api::service(&state_of_api, &guard, peer),
+                current_tls(state),
+                client_network(state),
+                stopped.clone(),
+                ListenerConfig { max_age, ..listener_config(&listen, state) },
+            )));
+        }
+        Some(settings) => {
+            let health = Health::new(state, service.unready.subscribe(), &settings);
+            let ratelimit = Ratelimit { state: Arc::clone(state), envoy, health: health.into() };
+            let debug = bind(&listen, "debug", &settings.debug).await?;
+            let mut listeners = vec![(http_listener, ratelimit.main()), (debug, ratelimit.debug())];
+            if let Some((address, path)) = &settings.prometheus {
+                let socket = bind(&listen, "prometheus", address).await?;
+                listeners.push((socket, ratelimit.metrics(path)));
+            }
+            for (socket, router) in listeners {
+                // Without TLS, and until the end: probes have to see that requests are draining.
+                tokio::spawn(listener::serve(
+                    socket,
+                    move |peer| listener::with_peer(&router, peer),
+                    || None,
+                    client_network(state),
+                    service.admin_stop.subscribe(),
+                    listener_config(&listen, state),
+                ));
+            }
+        }
+    }
     announce(&listen);
-    service.run(signals, [http_task, grpc_task]).await;
+    service.run(signals, tasks).await;
     Ok(())
 }
 
@@ -188,6 +219,7 @@ impl Service {
         (hooks.warn)(&config);
         config.log_warnings();
         let (mut files, store) = (config.files.clone(), config.store.clone());
+        let xds = config.envoy.xds.clone();
         files.extend(source.password_file.clone());
         let Hooks { warn, check_redis } = hooks;
         let needs = config.store_needs();
@@ -205,8 +237,8 @@ impl Service {
         let config_hash = state.active_guard().hash.clone();
         let version = env!("CARGO_PKG_VERSION");
         state.journal.record(EventKind::Started { version, config_hash });
-        if let Some(file) = &source.file {
-            state.reloads.set_file(file.clone());
+        if let Some(file) = source.origin.file() {
+            state.reloads.set_file(file.to_owned());
         }
         if let StoreConfig::Redis(config) = &store {
             let config = RedisConfig::clone(config);
@@ -217,12 +249,12 @@ impl Service {
         tokio::spawn(Arc::clone(&state.overrides).follow());
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
-        if !files.is_empty() {
+        if !files.is_empty() || xds.is_some() {
             // Compared with the file alone: flags for listeners are not a change of the file.
             let loaded = source.load().map_err(anyhow::Error::new)?;
             let restart_only =
                 RestartOnlyConfig::new(&loaded, &admin_address, resp_address.as_ref());
-            reload::watch(source, files, restart_only, warn, Arc::clone(&state))?;
+            reload::watch(source, files, xds, restart_only, warn, Arc::clone(&state))?;
         }
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);
@@ -419,6 +451,8 @@ pub async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyho
         let flag = match name {
             "gateway" => "--listen".to_owned(),
             "resp" => "--resp".to_owned(),
+            "debug" => "DEBUG_PORT".to_owned(),
+            "prometheus" => "PROMETHEUS_ADDR".to_owned(),
             _ => format!("--listen-{name}"),
         };
         anyhow::anyhow!(

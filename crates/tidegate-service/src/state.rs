@@ -210,6 +210,7 @@ impl ActiveConfig {
         let ratio = config.envoy.near_limit_ratio;
         let only_names = names.iter().map(|(name, _)| *name);
         let observer = DecisionObserver::new(metrics, hot_keys, backend, ratio, only_names)
+            .with_units(config.envoy.counts_units)
             .with_denial_log(config.log_denials.map(DenialLog::new), &names);
         let observer = Arc::new(observer);
         let forward_auth_parts = UsedParts::of(&config.policies);

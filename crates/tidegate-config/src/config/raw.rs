@@ -14,8 +14,8 @@ use tidegate::{Algorithm, OnExpire, OnStoreFailure};
 use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
-    ADDRESS, NETWORK, ORIGIN, PERMISSIONS, REDIS_URL, SCOPE, UPSTREAM, add_cors_rules, excludes,
-    has, needs, redis_urls, rules,
+    ADDRESS, AUTHORITY, NETWORK, ORIGIN, PERMISSIONS, REDIS_URL, SCOPE, UPSTREAM, add_cors_rules,
+    excludes, has, needs, redis_urls, rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -210,6 +210,9 @@ pub(super) struct RawStoreTls {
     /// cluster's announced host names have precedence. The host of the URL by default.
     #[schemars(with = "Option<String>", length(min = 1))]
     pub(super) server_name: Option<Spanned<String>>,
+    /// Whether the servers' certificates must have that name; true by default. Without it, any
+    /// certificate of the CA will do.
+    pub(super) verify_name: Option<Flag>,
 }
 
 impl fmt::Debug for RawStore {
@@ -350,13 +353,17 @@ impl Default for RawHeaders {
 /// Rules of envoyproxy/ratelimit, for Envoy's rate limit service.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Envoy")]
+#[schemars(rename = "Envoy", transform = rules([
+    json!({"if": has("xds"), "then": {"properties": {"files": {"maxItems": 0}}}})
+]))]
 pub(super) struct RawEnvoy {
     /// YAML files of envoyproxy/ratelimit, unmodified: files, folders (their `.yaml` and `.yml`
     /// files) and patterns with `*` and `?`. Paths are relative to the directory of this file. Names
     /// that start with a dot are skipped. Files of one domain are merged.
     #[schemars(with = "Vec<String>", inner(length(min = 1)))]
     pub(super) files: Vec<Spanned<String>>,
+    #[schemars(with = "Option<RawXds>")]
+    pub(super) xds: Option<Spanned<RawXds>>,
     /// Algorithm of the rules; fixed-window by default.
     #[schemars(with = "Option<Algorithm>")]
     pub(super) algorithm: Option<Spanned<String>>,
@@ -385,6 +392,44 @@ pub(super) struct RawEnvoy {
     pub(super) dynamic_metadata: Flag,
     /// Part of a limit from which on units count in `tidegate_near_limit_total`; 0.8 by default.
     pub(super) near_limit_ratio: Option<Ratio>,
+}
+
+/// Control plane that sends the rules by xDS, in place of `files`: a stream of aggregated discovery
+/// (ADS) with all rules, one resource for each domain, as envoyproxy/ratelimit has it.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "Xds")]
+pub(super) struct RawXds {
+    /// Address of the control plane, `HOST:PORT`.
+    #[schemars(with = "String", pattern(AUTHORITY))]
+    pub(super) server: Spanned<String>,
+    /// Id of this node, by which the control plane selects the rules; `tidegate` by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) node_id: Option<Spanned<String>>,
+    #[schemars(with = "Option<RawXdsTls>")]
+    pub(super) tls: Option<Spanned<RawXdsTls>>,
+}
+
+/// TLS towards the control plane; without it the connection is in plain text. Paths are relative to
+/// the directory of this file. The files are read again for every connection.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "XdsTls", transform = rules([
+    needs("certificate", &["key"]), needs("key", &["certificate"])
+]))]
+pub(super) struct RawXdsTls {
+    /// CA of the control plane's certificate, in PEM; the system's roots by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) ca: Option<Spanned<String>>,
+    /// Client certificate, in PEM; requires `key`.
+    #[schemars(with = "Option<String>")]
+    pub(super) certificate: Option<Spanned<String>>,
+    /// Private key of the client certificate, in PEM.
+    #[schemars(with = "Option<String>")]
+    pub(super) key: Option<Spanned<String>>,
+    /// Name that the control plane's certificate must have; the host of `server` by default.
+    #[schemars(with = "Option<String>", length(min = 1))]
+    pub(super) server_name: Option<Spanned<String>>,
 }
 
 /// Units that requests hold until they end.

@@ -11,6 +11,8 @@ use super::raw::RawConfig;
 
 /// Address to listen on.
 pub(super) const ADDRESS: &str = "^unix:/|:[0-9]+$";
+/// Host and port of a server.
+pub(super) const AUTHORITY: &str = "^[^@]+:[0-9]+$";
 /// Permissions of a file, in octal.
 pub(super) const PERMISSIONS: &str = "^0?[0-7]{3}$";
 /// Address or network of proxies.

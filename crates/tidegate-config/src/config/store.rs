@@ -89,6 +89,8 @@ struct RedisTls {
     /// Client certificate and its key.
     identity: Option<(String, Secret)>,
     server_name: Option<String>,
+    /// Whether the certificates must have that name, or the one of the address.
+    verify_name: bool,
 }
 
 impl StoreConfig {
@@ -147,9 +149,14 @@ impl fmt::Display for StoreConfig {
 
 impl StoreSettings {
     fn without_certificates(&self) -> Self {
-        let server_name = self.tls.as_ref().and_then(|tls| tls.server_name.clone());
-        let tls =
-            server_name.map(|name| RedisTls { ca: None, identity: None, server_name: Some(name) });
+        let names = self.tls.as_ref().map(|tls| (tls.server_name.clone(), tls.verify_name));
+        let names = names.filter(|(name, is_verified)| name.is_some() || !is_verified);
+        let tls = names.map(|(server_name, verify_name)| RedisTls {
+            ca: None,
+            identity: None,
+            server_name,
+            verify_name,
+        });
         Self { tls, ..self.clone() }
     }
 }
@@ -260,6 +267,9 @@ impl RedisConfig {
             }
             if let Some(name) = &files.server_name {
                 tls = tls.server_name(name);
+            }
+            if !files.verify_name {
+                tls = tls.any_name();
             }
             if let Some((certificate, key)) = &files.identity {
                 tls = tls.identity(certificate.as_bytes(), key.reveal().as_bytes());
@@ -491,5 +501,6 @@ fn tls(
         return Err(document.error_at(name, message));
     }
     let server_name = server_name.map(|name| name.value.clone());
-    Ok((Some(RedisTls { ca, identity, server_name }), files))
+    let verify_name = raw.value.verify_name.is_none_or(Flag::get);
+    Ok((Some(RedisTls { ca, identity, server_name, verify_name }), files))
 }

@@ -7,7 +7,7 @@ use tidegate::QuotaError;
 
 use super::Unit;
 use super::fields::Note;
-use super::raw::MAX_FILE_BYTES;
+use super::raw::{MAX_FILE_BYTES, MAX_NODES, MAX_TEXT_BYTES};
 use crate::warning::ConfigWarning;
 
 /// Maximum number of warnings: more would only fill the log.
@@ -26,6 +26,10 @@ pub struct RulesError {
 pub(super) enum RulesErrorKind {
     #[error("has {0} bytes: at most {MAX_FILE_BYTES} are allowed")]
     TooLarge(usize),
+    #[error("there are more than {MAX_NODES} descriptors")]
+    TooManyDescriptors,
+    #[error("{field} has {length} bytes: at most {MAX_TEXT_BYTES} are allowed")]
+    TextTooLong { field: &'static str, length: usize },
     #[error("{field}{message}")]
     Yaml { field: String, message: String },
     #[error("domain is missing or empty: write the domain that Envoy's rate limit filter sends")]

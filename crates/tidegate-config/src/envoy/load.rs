@@ -1,4 +1,5 @@
-//! Loads files: converts descriptors into nodes and rules, and merges the files of a domain.
+//! Loads files and messages: converts descriptors into nodes and rules, and merges the files of a
+//! domain.
 
 use std::collections::BTreeMap;
 
@@ -6,6 +7,7 @@ use serde_saphyr::{Location, Spanned};
 use tidegate::Algorithm;
 
 use super::error::{FileLocation, RulesError, RulesErrorKind, Warnings};
+use super::message::RateLimitConfig;
 use super::names::{composite, printable};
 use super::raw::{RawDescriptor, RawFile, RawLimit};
 use super::{Level, Node, Origin, Rule, RuleMode, Rules, Wildcard};
@@ -19,12 +21,39 @@ impl Rules {
         algorithm: Algorithm,
         algorithms: &BTreeMap<String, Algorithm>,
     ) -> Result<Self, RulesError> {
+        let parsed = files.iter().map(|(file, text)| RawFile::parse(file, text));
+        let parsed = parsed.collect::<Result<Vec<_>, _>>()?;
+        let names = files.iter().map(|(file, _)| file.as_str()).collect();
+        let rules = Self::build(names, parsed, algorithm, algorithms)?;
+        rules.check_algorithm_names(algorithms)?;
+        Ok(rules)
+    }
+
+    /// Loads the messages of a control plane. A name in `algorithms` that no rule has is no error,
+    /// because a later message may have it.
+    pub fn from_messages(
+        configs: &[RateLimitConfig],
+        algorithm: Algorithm,
+        algorithms: &BTreeMap<String, Algorithm>,
+    ) -> Result<Self, RulesError> {
+        let raw = configs.iter().map(RateLimitConfig::to_raw).collect::<Result<Vec<_>, _>>()?;
+        let names = configs.iter().map(|config| config.name.as_str()).collect();
+        Self::build(names, raw, algorithm, algorithms)
+    }
+
+    fn build(
+        files: Vec<&str>,
+        contents: Vec<RawFile>,
+        algorithm: Algorithm,
+        algorithms: &BTreeMap<String, Algorithm>,
+    ) -> Result<Self, RulesError> {
         let mut domains: BTreeMap<String, Level> = BTreeMap::new();
         let (rules, warnings) = (Vec::new(), Warnings::default());
         let mut loader = RuleLoader { files, file: 0, algorithm, algorithms, rules, warnings };
-        for (index, (file, text)) in files.iter().enumerate() {
+        for (index, content) in contents.into_iter().enumerate() {
             loader.file = index;
-            let RawFile { domain, descriptors, notes } = RawFile::parse(file, text)?;
+            let RawFile { domain, descriptors, notes } = content;
+            let file = loader.file_name();
             if domain.is_empty() {
                 let location = FileLocation { file, location: Location::UNKNOWN };
                 return Err(location.error(RulesErrorKind::MissingDomain));
@@ -34,9 +63,7 @@ impl Rules {
             loader.load_level(level, &domain, &[], descriptors)?;
         }
         let RuleLoader { rules, warnings, .. } = loader;
-        let rules = Self { domains, all: rules, warnings: warnings.into_list() };
-        rules.check_algorithm_names(algorithms)?;
-        Ok(rules)
+        Ok(Self { domains, all: rules, warnings: warnings.into_list() })
     }
 
     /// Rejects an algorithm for an unknown rule: its name is misspelt, or the rule was renamed.
@@ -62,7 +89,8 @@ impl Rules {
 
 /// Converts descriptors into nodes and rules.
 struct RuleLoader<'a> {
-    files: &'a [(String, String)],
+    /// Names of the files or messages.
+    files: Vec<&'a str>,
     /// Index of the current file.
     file: usize,
     algorithm: Algorithm,
@@ -73,7 +101,7 @@ struct RuleLoader<'a> {
 
 impl<'a> RuleLoader<'a> {
     fn file_name(&self) -> &'a str {
-        &self.files[self.file].0
+        self.files[self.file]
     }
 
     fn error(&self, location: Location, kind: RulesErrorKind) -> RulesError {
@@ -96,7 +124,8 @@ impl<'a> RuleLoader<'a> {
             let composite = composite(&raw.key, &raw.value);
             let path = format!("{path}.{composite}");
             if let Some(Node { origin, .. }) = level.nodes.get(&composite) {
-                let first = format!("{}:{}", self.files[origin.file].0, origin.line);
+                let file = self.files[origin.file];
+                let first = FileLocation { file, location: origin.location }.to_string();
                 let kind = RulesErrorKind::DuplicateDescriptor { path, first };
                 return Err(self.error(location, kind));
             }
@@ -134,7 +163,7 @@ impl<'a> RuleLoader<'a> {
             children,
             value_to_metric: raw.value_to_metric,
             share_threshold: raw.share_threshold,
-            origin: Origin { file: self.file, line: location.line() },
+            origin: Origin { file: self.file, location },
         })
     }
 

@@ -45,7 +45,7 @@ pub(super) struct RawLimit {
     pub(super) name: Option<String>,
     pub(super) replaces: Vec<RawReplaced>,
     /// Fields that are written, also those that are null.
-    written: Vec<&'static str>,
+    pub(super) written: Vec<&'static str>,
     pub(super) notes: Vec<Note>,
 }
 
@@ -192,7 +192,7 @@ deserialize_fields!(RawFile, RawDescriptor, RawLimit, RawReplaced);
 // of a file, so the length of a text is bounded, too.
 pub(super) const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
 pub(super) const MAX_TEXT_BYTES: usize = 4 * 1024;
-const MAX_NODES: usize = 1_000_000;
+pub(super) const MAX_NODES: usize = 1_000_000;
 const MAX_EVENTS_FROM_ALIASES: usize = 50_000;
 /// Maximum depth of nested lists and maps. A level of descriptors has one of each.
 const MAX_DEPTH: usize = 64;

@@ -10,7 +10,9 @@ use clap::Args;
 use super::listen::AdminFlag;
 use super::service::{ServiceFlags, admin_scheme, check_redis, resp_line};
 use tidegate_config::UpstreamUrl;
-use tidegate_config::{self, AccessLogConfig, AccessLogFormat, Listen, LogDestination};
+use tidegate_config::{
+    self, AccessLogConfig, AccessLogFormat, ConfigOrigin, Listen, LogDestination,
+};
 use tidegate_net::ListenAddress;
 use tidegate_service::logs::LogFormat;
 
@@ -84,7 +86,7 @@ impl GatewayCommand {
         );
         let upstreams = config.gateway.upstreams.iter().map(|upstream| upstream.text.as_str());
         let upstreams = upstreams.collect::<Vec<_>>().join(", ");
-        let source = tidegate_config::describe(self.config.as_ref());
+        let source = ConfigOrigin::of_file(self.config.clone()).to_string();
         let store = config.store.to_string();
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let admin_scheme = admin_scheme(&config);

@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::listen::ListenFlags;
 use super::service::{ServiceFlags, admin_scheme, check_redis, resp_line};
-use tidegate_config::Listen;
+use tidegate_config::{ConfigOrigin, Listen};
 use tidegate_service::logs::LogFormat;
 use tidegate_service::serve;
 
@@ -56,7 +56,7 @@ impl ServeCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = self.service.load(self.config.as_deref())?;
         self.listen.apply(&mut config)?;
-        let source = tidegate_config::describe(self.config.as_ref());
+        let source = ConfigOrigin::of_file(self.config.clone()).to_string();
         let store = config.store.to_string();
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let access = ApiAccess {
@@ -78,7 +78,7 @@ impl ServeCommand {
             }
         };
         self.service.run(self.log_format, self.config, |source| {
-            serve::serve(config, source, check_redis, announce)
+            serve::serve(config, source, None, check_redis, announce)
         })
     }
 }

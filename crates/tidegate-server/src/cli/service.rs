@@ -9,9 +9,9 @@ use tidegate::RedisStore;
 use tidegate_tools::doctor;
 
 use super::variables;
-use tidegate_config::{Config, Listen, RedisConfig, StoreNeeds};
+use tidegate_config::{Config, ConfigOrigin, Listen, RedisConfig, StoreNeeds};
 use tidegate_net::ListenAddress;
-use tidegate_service::logs::{self, LogFormat};
+use tidegate_service::logs::{self, LogFormat, LogSettings};
 use tidegate_service::reload::ConfigSource;
 use tidegate_service::serve;
 use tidegate_tools::cli::redis::RedisFlags;
@@ -31,7 +31,7 @@ pub(super) struct ServiceFlags {
 impl ServiceFlags {
     /// Loads the configuration, as the flags change it.
     pub(super) fn load(&self, file: Option<&Path>) -> anyhow::Result<Config> {
-        let mut config = Config::load_or_sample(file)?;
+        let mut config = ConfigOrigin::of_file(file.map(Path::to_owned)).load()?;
         config.store = self.redis.apply(config.store)?;
         config.listen.resp = self.resp.clone().or(config.listen.resp);
         serve::check_resp(&config)?;
@@ -42,7 +42,7 @@ impl ServiceFlags {
     fn source(&self, file: Option<PathBuf>) -> ConfigSource {
         let flags = self.redis.clone();
         ConfigSource {
-            file,
+            origin: ConfigOrigin::of_file(file),
             password_file: flags.password_file().map(Path::to_owned),
             with_flags: Box::new(move |store| flags.apply(store)),
         }
@@ -55,20 +55,28 @@ impl ServiceFlags {
         file: Option<PathBuf>,
         service: impl FnOnce(ConfigSource) -> F,
     ) -> anyhow::Result<ExitCode> {
-        let runtime = serve::runtime()?;
-        let logs = runtime.block_on(async { logs::start(log_format) })?;
-        if let Some(warning) = self.redis.warning() {
-            tracing::warn!("{warning}");
-        }
-        if let Some(warning) = variables::warning(file.as_deref()) {
-            tracing::warn!("{warning}");
-        }
-        runtime.block_on(service(self.source(file)))?;
-        drop(logs);
-        // Blocking tasks, such as the file watcher, must not delay the exit.
-        runtime.shutdown_background();
-        Ok(ExitCode::SUCCESS)
+        let warnings = self.redis.warning().map(str::to_owned).into_iter();
+        let warnings = warnings.chain(variables::warning(file.as_deref())).collect();
+        run(&LogSettings::of_format(log_format), warnings, || service(self.source(file)))
     }
+}
+
+/// Runs a service with logs, which start with these warnings, until its end.
+pub(super) fn run<F: Future<Output = anyhow::Result<()>>>(
+    logs: &LogSettings,
+    warnings: Vec<String>,
+    service: impl FnOnce() -> F,
+) -> anyhow::Result<ExitCode> {
+    let runtime = serve::runtime()?;
+    let logs = runtime.block_on(async { logs::start(logs) })?;
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
+    runtime.block_on(service())?;
+    drop(logs);
+    // Blocking tasks, such as the file watcher, must not delay the exit.
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Returns the scheme of the admin listener's URLs.

@@ -7,7 +7,7 @@ use std::path::Path;
 use clap::CommandFactory as _;
 
 use super::CommandLine;
-use tidegate_config as config;
+use tidegate_config::{self as config, ALGORITHM_VARIABLE};
 use tidegate_service::logs;
 
 const PREFIX: &str = "TIDEGATE_";
@@ -16,10 +16,25 @@ const PREFIX: &str = "TIDEGATE_";
 /// file may use others as `${NAME}`.
 pub(super) fn warning(file: Option<&Path>) -> Option<String> {
     let text = file.and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
-    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    let unknown: Vec<String> = unknown(names, &text).collect();
-    let known = known(|command| ["serve", "gateway"].contains(&command));
-    let entries = unknown.iter().map(|name| match similar(name, &known) {
+    let unknown: Vec<String> = unknown(names(), &text).collect();
+    warning_about(&unknown, &known(|command| ["serve", "gateway"].contains(&command)))
+}
+
+/// Returns the warning of a process in the place of envoyproxy/ratelimit. Its image sets variables
+/// of other commands.
+pub(super) fn warning_of_ratelimit() -> Option<String> {
+    let mut known = known(|_| false);
+    known.extend([ALGORITHM_VARIABLE, "TIDEGATE_LISTEN_ADMIN"].map(str::to_owned));
+    let unknown = unknown(names(), "").filter(|name| !known.contains(name));
+    warning_about(&unknown.collect::<Vec<_>>(), &known)
+}
+
+fn names() -> impl Iterator<Item = String> {
+    std::env::vars_os().filter_map(|(name, _)| name.into_string().ok())
+}
+
+fn warning_about(unknown: &[String], known: &BTreeSet<String>) -> Option<String> {
+    let entries = unknown.iter().map(|name| match similar(name, known) {
         Some(known) => format!("{name} (did you mean {known}?)"),
         None => name.clone(),
     });

@@ -73,6 +73,9 @@ fn build(binary: &Path) -> Buildah {
     std::fs::create_dir_all(&certificates).expect("created");
     std::fs::write(certificates.join("ca-certificates.crt"), "").expect("written");
     std::fs::copy(binary, context.path().join("tidegate")).expect("a static binary");
+    let names = context.path().join("names");
+    std::fs::create_dir(&names).expect("created");
+    std::os::unix::fs::symlink("/usr/bin/tidegate", names.join("ratelimit")).expect("a symlink");
     let dockerfile = read("Dockerfile");
     let (_, last_stage) = dockerfile.rsplit_once("\nFROM ").expect("stages");
     let file = context.path().join("Dockerfile");
@@ -136,6 +139,11 @@ fn image_runs_read_only_with_the_settings_of_compose_and_is_healthy() {
         .stdin(Stdio::null())
         .spawn();
     let mut running = Running(process.expect("unshare starts"));
+
+    // The command that Envoy Gateway starts.
+    let flags = ["run", "--isolation", "chroot", "--user", "65534:65534", &container, "--"];
+    let version = buildah.succeed(&[&flags[..], &["/bin/ratelimit", "--version"]].concat());
+    assert!(version.starts_with("ratelimit "), "{version}");
 
     let health = strings(&image["Healthcheck"]["Test"]);
     assert_eq!(health.first(), Some(&"CMD"), "{image}");

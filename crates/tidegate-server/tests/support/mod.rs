@@ -343,7 +343,7 @@ pub(crate) fn with_free_ports(config: &str) -> String {
     format!("listen: {{http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n{config}")
 }
 
-fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {
+pub(crate) fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let mut output = output.lock().expect("no panic");

@@ -19,26 +19,6 @@ use tidegate_api::envoy::service::ratelimit::v3::RateLimitRequest;
 use tidegate_config::EnvoyConfig;
 use tidegate_config::envoy::{self as rules, Limit, MatchedRule, Rule, Unit};
 
-/// Units by their number in the protocol, from 1. Requests and responses have enums of their own,
-/// with the same numbers, which never change.
-const UNITS: [(i32, Unit); 7] = [
-    (1, Unit::Second),
-    (2, Unit::Minute),
-    (3, Unit::Hour),
-    (4, Unit::Day),
-    (5, Unit::Month),
-    (6, Unit::Year),
-    (7, Unit::Week),
-];
-
-fn unit_of_number(number: i32) -> Option<Unit> {
-    UNITS.iter().find(|(known, _)| *known == number).map(|(_, unit)| *unit)
-}
-
-pub(super) fn unit_number(unit: Unit) -> i32 {
-    UNITS.iter().find(|(_, known)| *known == unit).map_or(0, |(number, _)| *number)
-}
-
 /// Limit of a descriptor.
 pub(super) enum DescriptorPlan<'a> {
     /// No rule or policy applies.
@@ -247,7 +227,7 @@ fn by_override<'a>(
     charges: &mut Vec<PreparedCharge<'a>>,
 ) -> Result<DescriptorPlan<'a>, String> {
     let unit =
-        unit_of_number(limit_override.unit).ok_or("the limit of a descriptor has no unit")?;
+        Unit::of_number(limit_override.unit).ok_or("the limit of a descriptor has no unit")?;
     let entries = || entries(&active.envoy, descriptor);
     let found = active.envoy.rules.find(domain, entries());
     let shared = found.and_then(|matched| match &matched.rule.limit {
@@ -356,13 +336,14 @@ mod tests {
 
     #[test]
     fn units_have_the_same_numbers_in_requests_and_responses() {
-        for (number, unit) in UNITS {
+        for unit in Unit::ALL {
+            let number = unit.number();
             let name = format!("{unit:?}").to_ascii_uppercase();
             let requested = RateLimitUnit::try_from(number).expect("a unit");
             let answered = rate_limit::Unit::try_from(number).expect("a unit");
             assert_eq!((requested.as_str_name(), answered.as_str_name()), (&*name, &*name));
-            assert_eq!((unit_of_number(number), unit_number(unit)), (Some(unit), number));
+            assert_eq!(Unit::of_number(number), Some(unit));
         }
-        assert_eq!([0, 8].map(unit_of_number), [None; 2]);
+        assert_eq!([0, 8].map(Unit::of_number), [None; 2]);
     }
 }

@@ -10,7 +10,6 @@ use std::time::Instant;
 
 use crate::metrics::{Metrics, MetricsSection, write_labelled};
 
-use super::grpc::{self, GrpcResponse};
 use tidegate_api::envoy::service::ratelimit::v3::RateLimitResponse;
 use tidegate_api::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 use tidegate_net::LogThrottle;
@@ -46,7 +45,7 @@ impl Rejection {
     }
 
     /// Counts and logs the rejection, and returns the denial.
-    pub(super) fn into_response(self, counters: &RejectionCounters) -> GrpcResponse {
+    pub(super) fn into_denial(self, counters: &RejectionCounters) -> RateLimitResponse {
         static THROTTLE: LogThrottle = LogThrottle::new();
         counters.0[self.index()].fetch_add(1, Ordering::Relaxed);
         if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
@@ -63,15 +62,20 @@ impl Rejection {
         };
         let over_limit =
             DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() };
-        grpc::response(&RateLimitResponse {
+        RateLimitResponse {
             overall_code: Code::OverLimit.into(),
             statuses: vec![over_limit; descriptors],
             ..RateLimitResponse::default()
-        })
+        }
     }
 }
 
 impl RejectionCounters {
+    /// Returns the number of all rejections.
+    pub(super) fn total(&self) -> u64 {
+        self.0.iter().map(|counter| counter.load(Ordering::Relaxed)).sum()
+    }
+
     /// Registers the counters, even if the service of Envoy is not started: dashboards know their
     /// names.
     pub(crate) fn registered(metrics: &Metrics) -> Arc<Self> {

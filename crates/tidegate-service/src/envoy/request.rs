@@ -35,9 +35,14 @@ pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, GrpcCallError> 
         Ok(request) => request,
         Err(error) => decode_with_any_bytes(message).map_err(|_| malformed(&error))?,
     };
-    let entries = request.descriptors.iter().map(|descriptor| descriptor.entries.len()).sum();
-    check_counts(request.descriptors.len(), entries)?;
+    check(&request)?;
     Ok(request)
+}
+
+/// Checks the number of the descriptors and entries of a request.
+pub(super) fn check(request: &RateLimitRequest) -> Result<(), Rejection> {
+    let entries = request.descriptors.iter().map(|descriptor| descriptor.entries.len()).sum();
+    check_counts(request.descriptors.len(), entries)
 }
 
 fn malformed(error: &prost::DecodeError) -> GrpcCallError {

@@ -14,7 +14,7 @@ use opentelemetry_http::{HttpClient, HttpError};
 use tokio::runtime::Handle;
 
 use super::traces::variable;
-use tidegate_net::tls;
+use tidegate_net::tls::{self, ClientTlsFiles};
 
 /// Timeout of an export, unless a variable sets another, as OpenTelemetry specifies.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,7 +35,8 @@ impl OtlpClient {
         let certificate = variable("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE")
             .or_else(|| variable("OTEL_EXPORTER_OTLP_CERTIFICATE"))
             .map(PathBuf::from);
-        let tls = tls::client(certificate.as_deref()).map_err(anyhow::Error::msg)?;
+        let files = ClientTlsFiles::of_ca(certificate.as_deref());
+        let tls = tls::client(&files).map_err(anyhow::Error::msg)?;
         let connector =
             HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
         let client = Client::builder(TokioExecutor::new())

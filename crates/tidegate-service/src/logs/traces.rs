@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use http::HeaderMap;
+use opentelemetry::KeyValue;
 use opentelemetry::propagation::TextMapPropagator as _;
 use opentelemetry::trace::{TraceContextExt as _, TraceId};
 use opentelemetry_http::{HeaderExtractor, HeaderInjector};
@@ -11,9 +12,10 @@ use opentelemetry_otlp::{Protocol, WithExportConfig as _, WithHttpConfig as _};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
-use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
+use opentelemetry_sdk::trace::{Sampler, SdkTracerProvider, SpanData, SpanExporter};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
+use super::TraceMode;
 use super::otlp::OtlpClient;
 
 /// Target of the spans that are exported. Their level is below the log level, so they cost nothing
@@ -21,12 +23,15 @@ use super::otlp::OtlpClient;
 pub const TRACE: &str = "tidegate::trace";
 
 /// Returns the trace provider, if tracing is enabled. Must be called inside the Tokio runtime.
-pub(super) fn provider() -> anyhow::Result<Option<SdkTracerProvider>> {
-    if !is_enabled() {
-        return Ok(None);
-    }
+pub(super) fn provider(mode: &TraceMode) -> anyhow::Result<Option<SdkTracerProvider>> {
+    let protocol = match mode {
+        TraceMode::Standard if is_enabled() => protocol().1,
+        TraceMode::Standard | TraceMode::Off => return Ok(None),
+        TraceMode::Ratelimit(settings) if settings.is_grpc => Protocol::Grpc,
+        TraceMode::Ratelimit(_) => Protocol::HttpBinary,
+    };
     let builder = opentelemetry_otlp::SpanExporter::builder();
-    let exporter = match protocol().1 {
+    let exporter = match protocol {
         Protocol::Grpc => builder.with_tonic().with_protocol(Protocol::Grpc).build()?,
         protocol => builder
             .with_http()
@@ -35,7 +40,19 @@ pub(super) fn provider() -> anyhow::Result<Option<SdkTracerProvider>> {
             .build()?,
     };
     let exporter = ExportErrorLogger { exporter, is_failing: AtomicBool::new(false) };
-    Ok(Some(SdkTracerProvider::builder().with_batch_exporter(exporter).build()))
+    let provider = SdkTracerProvider::builder().with_batch_exporter(exporter);
+    let TraceMode::Ratelimit(settings) = mode else { return Ok(Some(provider.build())) };
+    let names = [
+        ("service.namespace", &settings.service_namespace),
+        ("service.instance.id", &settings.service_instance),
+    ];
+    let names = names.into_iter().filter(|(_, value)| !value.is_empty());
+    let resource = Resource::builder()
+        .with_service_name(settings.service_name.clone())
+        .with_attributes(names.map(|(name, value)| KeyValue::new(name, value.clone())));
+    let sampler = Sampler::TraceIdRatioBased(settings.sampling_rate);
+    let sampler = Sampler::ParentBased(Box::new(sampler));
+    Ok(Some(provider.with_resource(resource.build()).with_sampler(sampler).build()))
 }
 
 /// Returns whether an endpoint is set and nothing disables tracing, as OpenTelemetry specifies.

@@ -66,8 +66,12 @@ impl RequestMetrics {
             "Requests by outcome; one that several policies judge is counted once.",
             OUTCOMES.iter().zip(self.totals()),
         );
-        let name = "tidegate_decision_seconds";
+        self.write_seconds(text, "tidegate_decision_seconds", "");
+    }
+
+    /// Writes the durations under this name, with these labels.
+    pub fn write_seconds(&self, text: &mut String, name: &str, labels: &str) {
         head(text, name, "histogram", "Duration of a decision.");
-        write_sum(text, name, "", &self.seconds.each_ref());
+        write_sum(text, name, labels, &self.seconds.each_ref());
     }
 }

@@ -1,6 +1,6 @@
 //! [`RestartOnlyConfig`]: settings that only take effect after a restart.
 
-use tidegate_config::{Config, GatewayConfig, Listen, StoreConfig};
+use tidegate_config::{Config, GatewayConfig, Listen, StoreConfig, XdsConfig};
 use tidegate_net::ListenAddress;
 
 /// Settings that only take effect after a restart.
@@ -9,6 +9,7 @@ pub struct RestartOnlyConfig {
     /// Without passwords and certificates, which a reload renews.
     store: StoreConfig,
     gateway: GatewayConfig,
+    xds: Option<XdsConfig>,
     /// Bound address of the admin listener, whatever the configuration says.
     admin_address: ListenAddress,
     /// The same for the Redis protocol.
@@ -25,14 +26,19 @@ impl RestartOnlyConfig {
             listen: config.listen.clone(),
             store: config.store.without_credentials(),
             gateway: config.gateway.clone(),
+            xds: config.envoy.xds.clone(),
             admin_address: admin_address.clone(),
             resp_address: resp_address.cloned(),
         }
     }
 
     /// Returns an error if the admin listener or the Redis protocol would be open to other hosts
-    /// without a token.
+    /// without a token, or if the rules of Envoy would be missing until a restart.
     pub fn check(&self, config: &Config) -> Result<(), String> {
+        if self.xds.is_some() != config.envoy.xds.is_some() {
+            let change = if self.xds.is_some() { "removed" } else { "added" };
+            return Err(format!("envoy.xds was {change}, which needs a restart"));
+        }
         if let Some(address) = &self.resp_address
             && config.tokens.of_api().is_none()
             && address.is_remote()
@@ -60,6 +66,7 @@ impl RestartOnlyConfig {
             ("listen", self.listen != config.listen),
             ("gateway", self.gateway != config.gateway),
             ("store", self.store != config.store.without_credentials()),
+            ("envoy.xds", self.xds != config.envoy.xds),
         ];
         sections.into_iter().filter(|(_, changed)| *changed).map(|(name, _)| name).collect()
     }

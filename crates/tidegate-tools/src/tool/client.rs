@@ -22,6 +22,7 @@ use self::any_certificate::AnyCertificate;
 use super::text::printable;
 use tidegate_config::Secret;
 use tidegate_net::ListenAddress;
+use tidegate_net::tls::{self, ClientTlsFiles};
 
 mod any_certificate;
 
@@ -279,7 +280,8 @@ fn connector(
     let mut config = match trust {
         Trust::Any => AnyCertificate::config()?,
         Trust::Authorities(ca) => {
-            tidegate_net::tls::client(ca).map_err(anyhow::Error::msg).context("--ca")?
+            let files = ClientTlsFiles::of_ca(ca);
+            tls::client(&files).map_err(anyhow::Error::msg).context("--ca")?
         }
     };
     config.alpn_protocols = match kind {

@@ -16,20 +16,25 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::client::danger::{
+    HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier,
+};
+use tokio_rustls::rustls::client::{VerifierBuilderError, WebPkiServerVerifier};
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{
-    CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName,
+    CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName, UnixTime,
 };
 use tokio_rustls::rustls::{
-    self, ClientConfig, ClientConnection, ConfigBuilder, RootCertStore, WantsVerifier,
+    self, CertificateError, ClientConfig, ClientConnection, ConfigBuilder, DigitallySignedStruct,
+    RootCertStore, SignatureScheme, WantsVerifier,
 };
 
 use super::connection::Address;
 use crate::store::StoreError;
 
 /// TLS options of a `RedisStore`: trusted certificates and the client certificate. The server's
-/// certificate and its name are always verified.
+/// certificate is always verified, and so is its name, unless [`any_name`](Self::any_name) is set.
 ///
 /// They are needed only for a private certificate authority, for client certificates, or for
 /// servers whose address is not in their certificate; a `rediss://` URL alone trusts the
@@ -63,6 +68,7 @@ pub struct Tls {
     ca: Option<Vec<u8>>,
     identity: Option<(Vec<u8>, Vec<u8>)>,
     server_name: Option<String>,
+    accepts_any_name: bool,
 }
 
 /// TLS of the connections of a store.
@@ -136,6 +142,14 @@ impl Tls {
         self
     }
 
+    /// Accepts certificates of the trusted authorities for any name. A client that has one of them
+    /// can take the place of the server, so this is for an authority that signs nothing else.
+    #[must_use]
+    pub fn any_name(mut self) -> Self {
+        self.accepts_any_name = true;
+        self
+    }
+
     pub(crate) fn client_tls(self) -> Result<Arc<ClientTls>, StoreError> {
         let server_name = match &self.server_name {
             None => None,
@@ -172,9 +186,13 @@ impl Tls {
                 }
             }
         }
-        let config = config_builder()
-            .map_err(|error| invalid("no protocol version", &error))?
-            .with_root_certificates(roots);
+        let builder = config_builder().map_err(|error| invalid("no protocol version", &error))?;
+        let config = if self.accepts_any_name {
+            let verifier = AnyName::new(roots).map_err(|error| invalid("no verifier", &error))?;
+            builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier))
+        } else {
+            builder.with_root_certificates(roots)
+        };
         let config = match &self.identity {
             None => config.with_no_client_auth(),
             Some((chain, key)) => {
@@ -193,6 +211,61 @@ impl Tls {
             }
         };
         Ok(Arc::new(config))
+    }
+}
+
+/// Verifier of certificates by their authorities alone.
+#[derive(Debug)]
+struct AnyName(Arc<WebPkiServerVerifier>);
+
+impl AnyName {
+    fn new(roots: RootCertStore) -> Result<Self, VerifierBuilderError> {
+        let provider = Arc::new(ring::default_provider());
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider);
+        Ok(Self(verifier.build()?))
+    }
+}
+
+impl ServerCertVerifier for AnyName {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        use CertificateError::{NotValidForName, NotValidForNameContext};
+
+        // The name is verified last, so nothing else is wrong.
+        match self.0.verify_server_cert(certificate, intermediates, name, ocsp_response, now) {
+            Err(rustls::Error::InvalidCertificate(
+                NotValidForName | NotValidForNameContext { .. },
+            )) => Ok(ServerCertVerified::assertion()),
+            verified => verified,
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.0.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.0.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_verify_schemes()
     }
 }
 
@@ -215,6 +288,7 @@ impl fmt::Debug for Tls {
             .field("ca", &self.ca.is_some())
             .field("identity", &self.identity.is_some())
             .field("server_name", &self.server_name)
+            .field("accepts_any_name", &self.accepts_any_name)
             .finish()
     }
 }
