@@ -129,7 +129,9 @@ async fn only_an_acquire_starts_a_block_and_only_a_reset_lifts_it() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     check_actions(&memory(&clock), &clock).await;
     check_actions(&redis.driven_limiter(clock.clone()).await, &clock).await;
-    let left: Vec<String> = redis.query(&["KEYS", "*u*"]);
+    let mut left: Vec<String> = redis.query(&["KEYS", "*u*"]);
+    // A reset leaves its time, for the ids of earlier requests.
+    left.retain(|key| !key.ends_with(":h"));
     assert!(left.is_empty(), "{left:?}");
 }
 

@@ -136,6 +136,10 @@ pub struct Stats {
     /// Units admitted beyond [the maximum of keys](Builder::max_pending_debits). They are never
     /// charged.
     pub dropped_debit_units: u64,
+    /// Number of commits of [holds](crate::Hold) that wait for the store.
+    pub pending_commits: usize,
+    /// Commits that were dropped, because the store no longer knew their holds when it recovered.
+    pub dropped_commits: u64,
 }
 
 /// Builder of a [`Fallback`].
@@ -244,7 +248,7 @@ impl<S: SharedStore> Fallback<S> {
     /// Returns the counters and the state.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let FallbackCore { ledger, outage, counters, .. } = &*self.inner;
+        let FallbackCore { ledger, pending_commits, outage, counters, .. } = &*self.inner;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {
             falling_back: outage.is_active(),
@@ -255,6 +259,8 @@ impl<S: SharedStore> Fallback<S> {
             pending_debit_units: ledger.units(),
             settled_debit_units: load(&counters.settled),
             dropped_debit_units: ledger.dropped(),
+            pending_commits: pending_commits.len(),
+            dropped_commits: pending_commits.dropped(),
         }
     }
 

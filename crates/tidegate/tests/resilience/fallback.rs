@@ -87,6 +87,8 @@ async fn each_charge_is_decided_by_its_failure_policy() {
         pending_debit_units: 3,
         settled_debit_units: 0,
         dropped_debit_units: 0,
+        pending_commits: 0,
+        dropped_commits: 0,
     };
     assert_eq!(stats, expected);
 }

@@ -1,6 +1,7 @@
 //! Holds while the store is unavailable: those of local decisions, and commits that are made later.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::FallbackCore;
@@ -18,7 +19,11 @@ const MAX_BATCH: usize = 128;
 
 /// Commits that wait for the store.
 #[derive(Debug, Default)]
-pub(super) struct PendingCommits(Mutex<VecDeque<PendingCommit>>);
+pub(super) struct PendingCommits {
+    queue: Mutex<VecDeque<PendingCommit>>,
+    /// Number of commits that the store did not get in time.
+    dropped: AtomicU64,
+}
 
 #[derive(Debug)]
 struct PendingCommit {
@@ -30,11 +35,30 @@ struct PendingCommit {
 
 impl PendingCommits {
     fn lock(&self) -> MutexGuard<'_, VecDeque<PendingCommit>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.lock().is_empty()
+    pub(super) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    pub(super) fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Takes the next commits. Drops those whose hold the store does not know any more.
+    fn take_batch(&self, now: u64) -> Vec<PendingCommit> {
+        let (mut pending, mut batch) = (self.lock(), Vec::new());
+        while batch.len() < MAX_BATCH
+            && let Some(commit) = pending.pop_front()
+        {
+            if commit.until > now {
+                batch.push(commit);
+            } else if self.dropped.fetch_add(1, Ordering::Relaxed) == 0 {
+                tracing::warn!("the store was unavailable for too long, commits are dropped");
+            }
+        }
+        batch
     }
 }
 
@@ -114,22 +138,19 @@ impl<S: SharedStore> FallbackCore<S> {
     pub(super) async fn make_pending_commits(&self) -> bool {
         loop {
             let now = self.local.clock().now().as_micros();
-            let batch: Vec<PendingCommit> = {
-                let mut pending = self.pending_commits.lock();
-                let count = pending.len().min(MAX_BATCH);
-                pending.drain(..count).filter(|commit| commit.until > now).collect()
-            };
+            let batch = self.pending_commits.take_batch(now);
             if batch.is_empty() {
-                return self.pending_commits.is_empty();
+                return true;
             }
             // Those that are not answered return to the queue, even if this future is dropped.
             let mut batch = Unsettled { pending: &self.pending_commits, commits: batch };
             let results = {
                 let charges: Vec<Charge<'_>> =
                     batch.commits.iter().map(|commit| commit.charge.charge()).collect();
-                let calls = batch.commits.iter().zip(&charges).map(|(commit, charge)| {
-                    self.store.decide(commit.action, charge).into_future()
-                });
+                let calls =
+                    batch.commits.iter().zip(&charges).map(|(commit, charge)| {
+                        self.store.decide(commit.action, charge).into_future()
+                    });
                 join_all(calls).await
             };
             let mut settled = results.iter().map(Result::is_ok);

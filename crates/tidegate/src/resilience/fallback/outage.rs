@@ -175,7 +175,7 @@ impl<S: SharedStore> FallbackCore<S> {
         let outage_duration = outage.since.elapsed();
         let local = self.counters.local.load(Ordering::Relaxed) - outage.local_before;
         let settled = self.counters.settled.load(Ordering::Relaxed) - outage.settled_before;
-        let is_complete = self.ledger.is_empty() && self.pending_commits.is_empty();
+        let is_complete = self.ledger.is_empty() && self.pending_commits.len() == 0;
         if is_complete {
             // The task ends a moment later, but a new failure must already start a new one.
             outage.recovery = None;

@@ -453,9 +453,8 @@ impl ChargeContext<'_> {
     fn known(&self) -> Known {
         let (Some(hold), now) = (self.charge.hold(), self.now) else { return Known::Nothing };
         let found = self.store.holds.of_key(self.fingerprint).get(self.fingerprint, self.id(hold));
-        let counts = |record: &Record| {
-            (record.state() == RecordState::InFlight) == self.is_concurrency()
-        };
+        let counts =
+            |record: &Record| (record.state() == RecordState::InFlight) == self.is_concurrency();
         let Some(record) = found.filter(|record| record.is_known(now) && counts(record)) else {
             return Known::Nothing;
         };
@@ -513,16 +512,21 @@ impl ChargeContext<'_> {
     fn forget_releases(&self) {
         let Self { store, fingerprint: key, .. } = *self;
         let mut holds = store.holds.of_key(key);
-        holds.retain(HoldMap::places(key), &store.capacity, |_| true, |record| {
-            let state = match record.state() {
-                RecordState::Open => RecordState::OpenBeforeReset,
-                RecordState::OpenUntilRelease => RecordState::Released,
-                RecordState::Settled => RecordState::SettledBeforeReset,
-                other => other,
-            };
-            record.keep(state, record.kept_until());
-            true
-        });
+        holds.retain(
+            HoldMap::places(key),
+            &store.capacity,
+            |_| true,
+            |record| {
+                let state = match record.state() {
+                    RecordState::Open => RecordState::OpenBeforeReset,
+                    RecordState::OpenUntilRelease => RecordState::Released,
+                    RecordState::Settled => RecordState::SettledBeforeReset,
+                    other => other,
+                };
+                record.keep(state, record.kept_until());
+                true
+            },
+        );
     }
 
     /// Decides a charge that has a hold, or whose holds release units. Returns its state, too.

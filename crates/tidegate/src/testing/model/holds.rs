@@ -30,7 +30,9 @@ pub(in crate::testing) struct ModelHold {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Open,
-    Settled { used: u64 },
+    Settled {
+        used: u64,
+    },
     Reported,
     /// Reported under an unknown id.
     WasUnknown,

@@ -426,8 +426,7 @@ impl EncodedRequests {
         let is_of_hold =
             matches!(operation, Operation::Apply(Action::Commit | Action::Refund | Action::Renew));
         let is_reset = operation == Operation::Apply(Action::Reset);
-        let has_set =
-            (quota.releases_holds() || is_of_hold || is_reset) && !quota.is_concurrency();
+        let has_set = (quota.releases_holds() || is_of_hold || is_reset) && !quota.is_concurrency();
         if hold.is_none() && !has_set && !quota.releases_holds() {
             return;
         }
