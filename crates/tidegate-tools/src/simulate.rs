@@ -8,14 +8,17 @@ use std::borrow::Cow;
 
 use tidegate::{Attributes, ClientIp, Policies};
 
+use self::retry::{RetryKind, RetryQueue};
 use self::what_if::Comparison;
 
 mod clock;
 pub mod decisions;
+pub mod expect;
 pub mod load;
 pub mod log;
 pub mod output;
 mod report;
+pub mod retry;
 mod run;
 mod series;
 mod svg;
@@ -23,12 +26,16 @@ mod tally;
 pub mod variants;
 mod what_if;
 
+pub(crate) use clock::VirtualClock;
+pub(crate) use report::{MAX_KEY_CHARACTERS, percent, shown, utc};
 pub use report::{SimulationReport, TrafficSummary};
+pub(crate) use run::RequestAttributes;
 pub use run::{ReplayResult, VariantRun};
 pub use svg::draw;
+pub(crate) use svg::{paint, short, start_picture, text};
 
 /// Request of the traffic. Its attributes are those of the gateway, except for `ip`.
-pub trait TrafficRequest: Attributes + Sync {
+pub trait TrafficRequest: Attributes + Send + Sync {
     /// Returns the time in microseconds since the Unix epoch.
     fn time(&self) -> u64;
 
@@ -42,7 +49,19 @@ pub trait TrafficRequest: Attributes + Sync {
     fn status(&self) -> Option<u16> {
         None
     }
+
+    /// Returns the number of its line in the access log.
+    fn line(&self) -> Option<u64> {
+        None
+    }
 }
+
+/// Called with each request that the first configuration decides, and the outcome.
+pub type OnOutcome<'a> = dyn FnMut(&dyn TrafficRequest, &ReplayResult<'_>) + 'a;
+
+/// Clients of a simulation, which may send denied requests again: with several variants, each has
+/// its own denials.
+pub struct Clients<R>(Vec<RetryQueue<R>>);
 
 /// Configuration to simulate, with its name in the output.
 #[derive(Debug)]
@@ -76,15 +95,30 @@ impl Simulation {
         }
     }
 
-    /// Decides a request by each variant. `on_outcome` gets the outcome of the first.
-    pub fn decide(
+    /// Returns the clients, which do not react to denials without a kind.
+    pub fn clients<R: TrafficRequest + Clone>(&self, kind: Option<RetryKind>) -> Clients<R> {
+        let queue = |_: &VariantRun| kind.map(RetryQueue::new);
+        Clients(self.runs.iter().filter_map(queue).collect())
+    }
+
+    /// Decides a request by each variant, after those that are sent again before its time.
+    pub fn decide<R: TrafficRequest + Clone>(
         &mut self,
-        request: &impl TrafficRequest,
-        on_outcome: impl FnOnce(&ReplayResult<'_>),
+        request: &R,
+        clients: &mut Clients<R>,
+        on_outcome: &mut OnOutcome<'_>,
     ) {
+        self.retry_before(request.time(), clients, on_outcome);
+        let mut queues = clients.0.iter_mut();
+        let mut react = |outcome: &ReplayResult<'_>| {
+            if let Some(queue) = queues.next() {
+                queue.on_request(request, outcome);
+            }
+        };
         let [first, others @ ..] = &mut self.runs[..] else { return };
         let outcome = first.decide(request);
-        on_outcome(&outcome);
+        on_outcome(request, &outcome);
+        react(&outcome);
         match (&mut self.comparison, others) {
             (Some(comparison), [other, ..]) => {
                 comparison.record(request.time(), &outcome, &other.decide(request));
@@ -92,13 +126,34 @@ impl Simulation {
             (_, others) => {
                 drop(outcome);
                 for run in others {
-                    let _ = run.decide(request);
+                    react(&run.decide(request));
                 }
             }
         }
     }
 
+    /// Decides the requests that are sent again before `time`.
+    pub fn retry_before<R: TrafficRequest + Clone>(
+        &mut self,
+        time: u64,
+        clients: &mut Clients<R>,
+        on_outcome: &mut OnOutcome<'_>,
+    ) {
+        for (number, (run, queue)) in self.runs.iter_mut().zip(&mut clients.0).enumerate() {
+            while let Some(retry) = queue.pop_before(time) {
+                let outcome = run.decide(&retry);
+                if number == 0 {
+                    on_outcome(&retry, &outcome);
+                }
+                queue.on_retry(&retry, &outcome);
+            }
+            run.counts.retries = queue.retries;
+            run.counts.abandoned = queue.abandoned;
+        }
+    }
+
     pub fn into_report(self, traffic: TrafficSummary) -> SimulationReport {
-        SimulationReport { runs: self.runs, comparison: self.comparison, traffic }
+        let Self { runs, comparison } = self;
+        SimulationReport { runs, comparison, traffic, expectations: Vec::new() }
     }
 }

@@ -1,4 +1,4 @@
-//! `tidegate simulate` as a process: compared with a running service, on logs of real servers, and
+//! `tidegate simulate` and `suggest` as processes: compared with a running service, on logs of real servers, and
 //! with invalid input.
 
 #[path = "../support/mod.rs"]
@@ -20,6 +20,8 @@ mod logs;
 mod output;
 /// Logs of nginx, Apache, Caddy, Traefik and the gateway.
 mod servers;
+/// Limits from logs.
+mod suggest;
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

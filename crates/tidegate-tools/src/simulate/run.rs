@@ -42,6 +42,9 @@ pub(super) struct RunCounts {
     /// Requests that cannot be decided: services answer them with an error.
     pub(super) errors: u64,
     pub(super) error_examples: Vec<String>,
+    /// Denied requests that clients sent again, and those that they gave up.
+    pub(super) retries: u64,
+    pub(super) abandoned: u64,
     pub(super) series: Option<Series>,
     pub(super) policies: Vec<PolicyTally>,
     by_name: HashMap<String, usize>,
@@ -72,11 +75,7 @@ impl VariantRun {
     pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayResult<'_> {
         let now = request.time();
         self.clock.set(now);
-        let attributes = RequestAttributes {
-            request,
-            client_ip: &self.client_ip,
-            lacks_address: AtomicBool::new(false),
-        };
+        let attributes = RequestAttributes::new(request, &self.client_ip);
         let query = Query::attributes(&attributes).with_cost(request.cost());
         // A memory store never waits.
         let result = self.limiter.acquire(query).now_or_never();
@@ -166,11 +165,17 @@ impl RunCounts {
 }
 
 /// Attributes of a request, with its address grouped as the configuration says.
-struct RequestAttributes<'a, R> {
+pub(crate) struct RequestAttributes<'a, R> {
     request: &'a R,
     client_ip: &'a ClientIp,
     /// Whether `ip` was read, and is unknown.
     lacks_address: AtomicBool,
+}
+
+impl<'a, R: TrafficRequest> RequestAttributes<'a, R> {
+    pub(crate) fn new(request: &'a R, client_ip: &'a ClientIp) -> Self {
+        Self { request, client_ip, lacks_address: AtomicBool::new(false) }
+    }
 }
 
 impl<R: TrafficRequest> Attributes for RequestAttributes<'_, R> {

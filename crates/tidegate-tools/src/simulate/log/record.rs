@@ -9,7 +9,7 @@ use tidegate::layer::RequestParts;
 use crate::simulate::TrafficRequest;
 
 /// Request of a log line. Records are used again, so that most lines need no allocation.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Record {
     /// Time in microseconds since the Unix epoch.
     pub(super) time: u64,
@@ -22,7 +22,7 @@ pub struct Record {
 }
 
 /// Places of an attribute in the text of its record.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Attribute {
     start: usize,
     value: usize,

@@ -1,0 +1,338 @@
+//! `suggest`: from an access log to limits, and which clients they would deny.
+//!
+//! One pass over the log writes each request as 16 bytes to a temporary file. All counts are exact,
+//! and are made from that file: a window has a cursor at its end and one at its start, so memory
+//! grows with the number of keys, not with that of the requests.
+
+#![expect(clippy::cast_precision_loss, reason = "percentages and coordinates")]
+
+use std::time::Duration;
+
+use serde::Serialize;
+use tidegate::Quota;
+
+use self::traffic::{ClientKind, Traffic};
+use tidegate_api::duration;
+
+mod page;
+mod paths;
+mod report;
+mod trace;
+mod traffic;
+mod windows;
+
+pub(crate) use traffic::{MAX_GROUPS, Recorder, TrafficCounts};
+
+/// Windows whose busiest one is found for each key.
+pub(crate) const WINDOWS: [(&str, Duration); 5] = [
+    ("1s", Duration::from_secs(1)),
+    ("10s", Duration::from_secs(10)),
+    ("1m", Duration::from_secs(60)),
+    ("1h", Duration::from_secs(3_600)),
+    ("1d", Duration::from_secs(86_400)),
+];
+/// Digits of limits that people choose, in tenths.
+const ROUND: [u64; 11] = [10, 12, 15, 20, 25, 30, 40, 50, 60, 80, 100];
+/// Limits that are tried, from the highest on, besides those that are asked for.
+const MAX_TRIED: usize = 11;
+/// Maximum number of limits that are asked for: one more is the suggested one.
+pub(crate) const MAX_GIVEN: usize = windows::MAX_LIMITS - MAX_TRIED - 1;
+
+/// Choices of a suggestion.
+#[derive(Debug, Clone)]
+pub(crate) struct SuggestOptions {
+    /// Percentage of the clients that a limit is derived from.
+    pub(crate) percentile: f64,
+    /// Factor between the requests of that percentile and the limit.
+    pub(crate) margin: f64,
+    /// Index of the window of the suggested policies.
+    pub(crate) window: usize,
+    /// Limits to try besides round ones.
+    pub(crate) limits: Vec<u64>,
+    /// Number of denied keys that are named.
+    pub(crate) top: usize,
+}
+
+/// Result of the command.
+#[derive(Debug, Serialize)]
+pub(crate) struct Suggestion {
+    #[serde(flatten)]
+    counts: TrafficCounts,
+    /// First and last request, in microseconds since the Unix epoch.
+    #[serde(skip)]
+    times: (u64, u64),
+    start: String,
+    end: String,
+    key: Vec<String>,
+    percentile: f64,
+    margin: f64,
+    /// Paths of health checks: their requests are counted by no policy.
+    health_check_paths: Vec<&'static str>,
+    groups: Vec<GroupSuggestion>,
+    /// The policies in shadow mode.
+    yaml: String,
+}
+
+/// Suggestion for all paths, or for a group of them.
+#[derive(Debug, Serialize)]
+struct GroupSuggestion {
+    /// Pattern of the paths; `null` for all.
+    path: Option<String>,
+    kinds: Vec<KindCounts>,
+    windows: Vec<WindowSuggestion>,
+    policy: PolicySuggestion,
+}
+
+/// Keys of a kind, and those that the suggested policy denies.
+#[derive(Debug, Serialize)]
+struct KindCounts {
+    kind: ClientKind,
+    keys: u64,
+    requests: u64,
+    denied_keys: u64,
+    denied_requests: u64,
+}
+
+/// Requests of the clients in their busiest windows of one length.
+#[derive(Debug, Serialize)]
+struct WindowSuggestion {
+    window: &'static str,
+    p50: u64,
+    p90: u64,
+    p99: u64,
+    p999: u64,
+    max: u64,
+    suggested_limit: u64,
+    /// What limits would deny, the suggested one among them.
+    limits: Vec<TriedLimit>,
+    /// Requests of each client in its busiest window, in ascending order.
+    #[serde(skip)]
+    peaks: Vec<u32>,
+}
+
+/// Clients that a limit denies at least once, and the requests that it denies.
+#[derive(Debug, Clone, Serialize)]
+struct TriedLimit {
+    limit: u64,
+    denied_keys: u64,
+    denied_requests: u64,
+}
+
+/// Suggested policy, a token bucket.
+#[derive(Debug, Serialize)]
+struct PolicySuggestion {
+    name: String,
+    limit: u64,
+    window: &'static str,
+    burst: u64,
+    /// Keys with most denied requests, of all kinds.
+    top_denied: Vec<DeniedKey>,
+}
+
+#[derive(Debug, Serialize)]
+struct DeniedKey {
+    key: String,
+    kind: ClientKind,
+    requests: u64,
+    denied: u64,
+}
+
+impl Suggestion {
+    /// Finds limits for the recorded requests.
+    pub(crate) fn new(recorder: Recorder, options: &SuggestOptions) -> anyhow::Result<Self> {
+        let traffic = recorder.finish()?;
+        let mut groups = vec![GroupSuggestion::new(&traffic, None, options)?];
+        for (number, _) in traffic.groups.iter().enumerate() {
+            let group = GroupSuggestion::new(&traffic, Some(number), options)?;
+            if group.windows[0].max > 0 {
+                groups.push(group);
+            }
+        }
+        let times = traffic.counts.times.unwrap_or_default();
+        let key = traffic.key.key().iter().map(|source| source.as_str().to_owned()).collect();
+        let mut suggestion = Self {
+            times,
+            start: crate::simulate::utc(times.0),
+            end: crate::simulate::utc(times.1),
+            key,
+            percentile: options.percentile,
+            margin: options.margin,
+            health_check_paths: traffic.health_paths.clone(),
+            groups,
+            counts: traffic.counts,
+            yaml: String::new(),
+        };
+        suggestion.yaml = suggestion.policies();
+        Ok(suggestion)
+    }
+
+    /// Returns the policies in shadow mode.
+    pub(crate) fn yaml(&self) -> &str {
+        &self.yaml
+    }
+
+    /// Returns whether no request has the key.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.groups[0].windows[0].max == 0
+    }
+}
+
+impl GroupSuggestion {
+    fn new(
+        traffic: &Traffic,
+        group: Option<usize>,
+        options: &SuggestOptions,
+    ) -> anyhow::Result<Self> {
+        let path = group.map(|group| traffic.groups[group].clone());
+        let busiest = |(_, window)| windows::peaks(traffic, group, duration::micros(window));
+        let peaks = WINDOWS.into_iter().map(busiest).collect::<Result<Vec<_>, _>>()?;
+        let keys = 0..traffic.key_count();
+        let is_used = |key: &usize| peaks[0][*key] > 0;
+        let is_client = |key: &usize| traffic.kind(*key) == ClientKind::Client;
+        // Without clients, all keys are in their place.
+        let has_clients = keys.clone().filter(is_used).any(|key| is_client(&key));
+        let counts = |key: usize| is_used(&key) && (is_client(&key) || !has_clients);
+        let sorted = |values: &[u32]| {
+            let mut values: Vec<u32> =
+                keys.clone().filter(|key| counts(*key)).map(|key| values[key]).collect();
+            values.sort_unstable();
+            values
+        };
+        let sorted_peaks: Vec<Vec<u32>> = peaks.iter().map(|peaks| sorted(peaks)).collect();
+        let suggested = |values: &[u32]| {
+            round_up(percentile(values, options.percentile) as f64 * options.margin)
+        };
+        let highest =
+            sorted_peaks.last().and_then(|peaks| peaks.last()).map_or(1, |peak| u64::from(*peak));
+        let mut windows = Vec::new();
+        for (((name, window), peaks_of_keys), sorted) in
+            WINDOWS.into_iter().zip(&peaks).zip(sorted_peaks)
+        {
+            let suggested_limit = suggested(&sorted);
+            let mut limits = tried_limits(highest, &options.limits);
+            limits.push(suggested_limit);
+            limits.sort_unstable();
+            limits.dedup();
+            let lowest = limits[0];
+            let is_denied = |key: usize| counts(key) && u64::from(peaks_of_keys[key]) > lowest;
+            let window = duration::micros(window);
+            let denied = windows::denials(traffic, group, window, &limits, is_denied)?;
+            let tried = |(limit, denied_requests): (u64, u64)| TriedLimit {
+                limit,
+                denied_keys: above(&sorted, limit),
+                denied_requests,
+            };
+            windows.push(WindowSuggestion {
+                window: name,
+                p50: percentile(&sorted, 50.0),
+                p90: percentile(&sorted, 90.0),
+                p99: percentile(&sorted, 99.0),
+                p999: percentile(&sorted, 99.9),
+                max: percentile(&sorted, 100.0),
+                suggested_limit,
+                limits: limits.into_iter().zip(denied).map(tried).collect(),
+                peaks: sorted,
+            });
+        }
+        let limit = windows[options.window].suggested_limit;
+        let (name, window) = WINDOWS[options.window];
+        let bursts = windows::bursts(traffic, group, limit, duration::micros(window))?;
+        let burst = suggested(&sorted(&bursts)).min(limit);
+        let quota = Quota::token_bucket(limit, window)?.with_burst(burst)?;
+        let decisions = windows::decide(traffic, group, &quota)?;
+        let kinds = ClientKind::ALL.map(|kind| {
+            let of_kind = keys.clone().filter(|key| is_used(key) && traffic.kind(*key) == kind);
+            let mut counts =
+                KindCounts { kind, keys: 0, requests: 0, denied_keys: 0, denied_requests: 0 };
+            for key in of_kind {
+                counts.keys += 1;
+                counts.requests += decisions[key].requests;
+                counts.denied_keys += u64::from(decisions[key].denied > 0);
+                counts.denied_requests += decisions[key].denied;
+            }
+            counts
+        });
+        let mut denied: Vec<usize> =
+            keys.clone().filter(|key| decisions[*key].denied > 0).collect();
+        denied.sort_unstable_by_key(|key| {
+            (std::cmp::Reverse(decisions[*key].denied), traffic.key_name(*key))
+        });
+        let top_denied = denied.into_iter().take(options.top).map(|key| DeniedKey {
+            key: report::shown_key(&traffic.key, traffic.key_name(key)),
+            kind: traffic.kind(key),
+            requests: decisions[key].requests,
+            denied: decisions[key].denied,
+        });
+        let policy = PolicySuggestion {
+            name: report::policy_name(path.as_deref()),
+            limit,
+            window: name,
+            burst,
+            top_denied: top_denied.collect(),
+        };
+        let kinds = kinds.into_iter().filter(|counts| counts.keys > 0).collect();
+        Ok(Self { path, kinds, windows, policy })
+    }
+
+    /// Returns the number of clients, or of keys if there are no clients.
+    fn clients(&self) -> u64 {
+        self.windows[0].peaks.len() as u64
+    }
+}
+
+/// Returns the value of the nearest rank: the smallest one that this percentage does not exceed.
+fn percentile(sorted: &[u32], percent: f64) -> u64 {
+    let rank = (sorted.len() as f64 * percent / 100.0).ceil();
+    let index = crate::tool::text::whole(rank).saturating_sub(1);
+    let value = usize::try_from(index).ok().and_then(|index| sorted.get(index));
+    value.or(sorted.last()).map_or(0, |value| u64::from(*value))
+}
+
+/// Returns the number of values above a limit: a sliding log denies exactly these keys.
+fn above(sorted: &[u32], limit: u64) -> u64 {
+    (sorted.len() - sorted.partition_point(|value| u64::from(*value) <= limit)) as u64
+}
+
+/// Rounds a number up to a limit that people choose, at least 1.
+fn round_up(number: f64) -> u64 {
+    let number = crate::tool::text::whole(number.ceil()).max(1);
+    let scale = 10_u64.pow(number.ilog10());
+    let round = ROUND.into_iter().filter(|digits| scale > 1 || digits % 10 == 0);
+    let mut round = round.map(|digits| digits * scale / 10);
+    round.find(|it| *it >= number).unwrap_or(number)
+}
+
+/// Returns 1, 2, 5, 10 … up to the first one that denies nobody, and the given limits.
+fn tried_limits(highest: u64, given: &[u64]) -> Vec<u64> {
+    let steps = (0..19).flat_map(|power| [1, 2, 5].map(|digit| digit * 10_u64.pow(power)));
+    let steps: Vec<u64> = steps.collect();
+    let end = steps.partition_point(|step| *step < highest) + 1;
+    let end = end.min(steps.len());
+    [&steps[end.saturating_sub(MAX_TRIED)..end], given].concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_round_and_never_below_the_number() {
+        let round = [0.0, 1.0, 7.0, 9.2, 10.1, 41.0, 86.0, 100.0, 101.0, 1_234.0].map(round_up);
+        assert_eq!(round, [1, 1, 8, 10, 12, 50, 100, 100, 120, 1_500]);
+    }
+
+    #[test]
+    fn percentiles_are_of_the_nearest_rank() {
+        let values = [1, 2, 3, 4];
+        assert_eq!([50.0, 75.0, 99.9, 100.0].map(|it| percentile(&values, it)), [2, 3, 4, 4]);
+        assert_eq!(percentile(&[], 50.0), 0);
+        assert_eq!([0, 2, 4].map(|limit| above(&values, limit)), [4, 2, 0]);
+    }
+
+    #[test]
+    fn tried_limits_end_at_the_first_that_denies_nothing() {
+        assert_eq!(tried_limits(1, &[]), [1]);
+        assert_eq!(tried_limits(60, &[86]), [1, 2, 5, 10, 20, 50, 100, 86]);
+        assert_eq!(tried_limits(u64::MAX, &[]).len(), MAX_TRIED);
+    }
+}

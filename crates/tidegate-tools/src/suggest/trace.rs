@@ -1,0 +1,87 @@
+//! [`Trace`]: the requests of a log in a temporary file, 16 bytes each, to be read several times.
+
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read as _, Write as _};
+
+use tempfile::NamedTempFile;
+
+/// Request of a trace: its time in microseconds, and the numbers of its key and of its label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TraceEntry {
+    pub(super) time: u64,
+    pub(super) key: u32,
+    pub(super) label: u32,
+}
+
+/// Trace that is written.
+pub(super) struct TraceWriter {
+    file: NamedTempFile,
+    writer: BufWriter<File>,
+}
+
+/// Complete trace. Its file is removed with it.
+pub(super) struct Trace(NamedTempFile);
+
+impl TraceWriter {
+    pub(super) fn new() -> io::Result<Self> {
+        let file = NamedTempFile::new()?;
+        let writer = BufWriter::new(file.reopen()?);
+        Ok(Self { file, writer })
+    }
+
+    pub(super) fn push(&mut self, entry: TraceEntry) -> io::Result<()> {
+        self.writer.write_all(&entry.time.to_le_bytes())?;
+        self.writer.write_all(&entry.key.to_le_bytes())?;
+        self.writer.write_all(&entry.label.to_le_bytes())
+    }
+
+    pub(super) fn finish(mut self) -> io::Result<Trace> {
+        self.writer.flush()?;
+        Ok(Trace(self.file))
+    }
+}
+
+impl Trace {
+    /// Returns the requests whose label is accepted.
+    pub(super) fn entries<F: Fn(u32) -> bool>(&self, accepts: F) -> io::Result<TraceReader<F>> {
+        Ok(TraceReader { reader: BufReader::new(self.0.reopen()?), accepts, next: None })
+    }
+}
+
+/// Cursor in a trace.
+pub(super) struct TraceReader<F> {
+    reader: BufReader<File>,
+    accepts: F,
+    next: Option<TraceEntry>,
+}
+
+impl<F: Fn(u32) -> bool> TraceReader<F> {
+    /// Moves to the next request.
+    pub(super) fn advance(&mut self) -> io::Result<Option<TraceEntry>> {
+        if let Some(entry) = self.next.take() {
+            return Ok(Some(entry));
+        }
+        loop {
+            let mut bytes = [0; 16];
+            match self.reader.read_exact(&mut bytes) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+                Err(error) => return Err(error),
+            }
+            let (time, numbers) = bytes.split_at(8);
+            let (key, label) = numbers.split_at(4);
+            let number = |bytes: &[u8]| bytes.iter().rfold(0, |sum, it| sum << 8 | u64::from(*it));
+            let [key, label] = [key, label].map(|it| u32::try_from(number(it)).unwrap_or_default());
+            if (self.accepts)(label) {
+                return Ok(Some(TraceEntry { time: number(time), key, label }));
+            }
+        }
+    }
+
+    /// Moves to the next request, if it left a window of this length before `now`.
+    pub(super) fn leave(&mut self, now: u64, window: u64) -> io::Result<Option<TraceEntry>> {
+        self.next = self.advance()?;
+        let has_left = |entry: &TraceEntry| now.saturating_sub(entry.time) >= window;
+        Ok(if self.next.as_ref().is_some_and(has_left) { self.next.take() } else { None })
+    }
+}
