@@ -138,7 +138,7 @@ impl Connection {
 }
 
 /// Members of a line that the answer of the service does not have.
-const REQUEST_MEMBERS: [&str; 5] = ["time", "line", "method", "path", "key"];
+const REQUEST_MEMBERS: [&str; 6] = ["time", "file", "line", "method", "path", "key"];
 
 /// Removes the times, which depend on the clock, and the members of the request.
 fn without_times(decision: &Value) -> Value {

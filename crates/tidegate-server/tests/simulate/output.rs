@@ -342,7 +342,7 @@ fn lines_of_decisions_have_the_request() {
     for (number, allowed) in [(0, true), (1, false)] {
         let line = &lines[number];
         assert_eq!(line["time"], format!("2026-11-16T00:00:0{number}.000Z"), "{line}");
-        assert_eq!(line["line"], number + 1);
+        assert_eq!((&line["file"], &line["line"]), (&json!(log), &json!(number + 1)));
         assert_eq!((&line["method"], &line["path"]), (&json!("GET"), &json!("/api/a")));
         assert_eq!((&line["allowed"], &line["key"]), (&json!(allowed), &json!("203.0.113.1")));
         assert_eq!(line["decisions"][0]["key"], "203.0.113.1");

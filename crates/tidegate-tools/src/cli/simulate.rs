@@ -15,7 +15,7 @@ use tidegate_config::duration;
 use super::quota::{LimitFlags, algorithm_parser};
 use crate::simulate::expect::Expectation;
 use crate::simulate::load::{GeneratedLoad, LoadKind};
-use crate::simulate::log::AccessLogs;
+use crate::simulate::log::LogArgs;
 use crate::simulate::output::OutputFile;
 use crate::simulate::retry::RetryKind;
 use crate::simulate::variants::{self, QuotaChanges};
@@ -149,7 +149,7 @@ struct TrafficFlags {
     retry: Option<RetryKind>,
 
     #[command(flatten)]
-    logs: AccessLogs,
+    logs: LogArgs,
 }
 
 #[derive(Debug, Args)]
@@ -292,10 +292,18 @@ impl TrafficFlags {
     ) -> anyhow::Result<SimulationReport> {
         let mut traffic = TrafficSummary::default();
         let mut progress = ProgressBar::start();
+        ensure!(
+            self.load.is_some() || self.attributes.is_empty(),
+            "--attribute is for generated traffic: the requests of a log have their own"
+        );
+        let reader = self.load.is_none().then(|| self.logs.open()).transpose()?;
+        let names = reader.iter().flat_map(|reader| (0..).map(|index| reader.file_name(index)));
+        let files: Vec<String> =
+            names.take_while(|name| !name.is_empty()).map(str::to_owned).collect();
         let mut written = Ok(());
         let mut write = |request: &dyn TrafficRequest, outcome: &ReplayResult<'_>| {
             if let Some(output) = output.as_deref_mut().filter(|_| written.is_ok()) {
-                written = decisions::write_line(output, request, &known.policies, outcome);
+                written = decisions::write_line(output, request, &known.policies, &files, outcome);
             }
         };
         if let Some(kind) = self.load {
@@ -316,11 +324,7 @@ impl TrafficFlags {
             ensure!(traffic.requests > 0, "the load has no request: raise --rate or --duration");
             return Ok(simulation.into_report(traffic));
         }
-        ensure!(
-            self.attributes.is_empty(),
-            "--attribute is for generated traffic: the requests of a log have their own"
-        );
-        let reader = self.logs.open()?;
+        let Some(reader) = reader else { return Ok(simulation.into_report(traffic)) };
         let bytes = reader.bytes.clone();
         let mut clients = simulation.clients(self.retry);
         let lines = reader.for_each(|request| {

@@ -11,7 +11,7 @@ use clap::{ArgGroup, Args};
 use tidegate::ClientIp;
 use tidegate_config::Config;
 
-use crate::simulate::log::AccessLogs;
+use crate::simulate::log::LogArgs;
 use crate::simulate::output::OutputFile;
 use crate::suggest::{MAX_GIVEN, MAX_GROUPS, Recorder, SuggestOptions, Suggestion, WINDOWS};
 use crate::tool::output;
@@ -42,7 +42,7 @@ Examples:
     tidegate suggest --access-log access.log --window 1h --percentile 99.9 --margin 3")]
 pub struct SuggestCommand {
     #[command(flatten)]
-    logs: AccessLogs,
+    logs: LogArgs,
 
     /// Attribute to count by; several are counted together
     #[arg(long = "key", value_name = "ATTRIBUTE", default_value = "ip", value_delimiter = ',')]

@@ -16,6 +16,8 @@ use tidegate_config::key_hash;
 struct RequestMembers<'a> {
     time: String,
     #[serde(skip_serializing_if = "Option::is_none")]
+    file: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     line: Option<u64>,
     method: Option<Cow<'a, str>>,
     path: Option<Cow<'a, str>>,
@@ -23,11 +25,12 @@ struct RequestMembers<'a> {
     key: Option<String>,
 }
 
-/// Writes the line of one request. `policies` are those that decided.
+/// Writes the line of one request. `policies` are those that decided, `files` the access logs.
 pub fn write_line(
     output: &mut dyn Write,
     request: &dyn TrafficRequest,
     policies: &Policies,
+    files: &[String],
     result: &ReplayResult<'_>,
 ) -> io::Result<()> {
     let shown =
@@ -38,7 +41,8 @@ pub fn write_line(
     let binding = result.as_ref().ok().and_then(tidegate::PolicyDecisions::binding);
     let members = RequestMembers {
         time: utc(request.time()),
-        line: request.line(),
+        file: request.line().and_then(|(file, _)| files.get(file)).map(String::as_str),
+        line: request.line().map(|(_, line)| line),
         method: request.get("method"),
         path: request.get("path"),
         key: binding.and_then(|entry| Some(shown(entry.policy(), entry.key()?))),

@@ -123,7 +123,11 @@ impl<R: TrafficRequest> TrafficRequest for Retry<R> {
         self.request.status()
     }
 
-    fn line(&self) -> Option<u64> {
+    fn forwarded(&self) -> [Option<Cow<'_, str>>; 2] {
+        self.request.forwarded()
+    }
+
+    fn line(&self) -> Option<(usize, u64)> {
         self.request.line()
     }
 }
