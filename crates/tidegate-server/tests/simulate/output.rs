@@ -278,13 +278,17 @@ fn picture_of_a_log_has_dates_and_marks_policies_in_shadow_mode() {
 #[test]
 fn most_denied_keys_come_first_and_all_are_in_the_csv() {
     let folder = Folder::new();
-    let mut csv = "time,header.x-user\n".to_owned();
+    let mut csv = "time,header.x-user,method,path\n".to_owned();
     for second in 0..30 {
         // Those with most requests are not those with most denials.
-        csv += &format!("{},many\n{},\"a,\"\"b\"\"\"\n", 1_000 + second * 10, 1_300 + second / 10);
+        csv += &format!(
+            "{},many,GET,/\n{},\"a,\"\"b\"\"\",GET,/\n",
+            1_000 + second * 10,
+            1_300 + second / 10
+        );
     }
     for number in 0..15 {
-        csv += &format!("2000,user-{number:02}\n2000,user-{number:02}\n");
+        csv += &format!("2000,user-{number:02},GET,/\n2000,user-{number:02},GET,/\n");
     }
     let log = folder.write("requests.csv", csv);
     let keys = folder.path("keys.csv");
@@ -399,7 +403,7 @@ fn expectations_set_the_exit_code() {
 #[test]
 fn markdown_has_tables_and_escapes_keys() {
     let folder = Folder::new();
-    let csv = "time,header.x-user\n1,<b>|*x*`\n1,<b>|*x*`\n";
+    let csv = "time,header.x-user,method,path\n1,<b>|*x*`,GET,/\n1,<b>|*x*`,GET,/\n";
     let log = folder.write("requests.csv", csv);
     let limits = ["--key", "header.x-user", "--limit", "1", "--window", "5s", "--markdown"];
     let output =
@@ -414,7 +418,10 @@ fn markdown_has_tables_and_escapes_keys() {
 #[test]
 fn clients_send_denied_requests_again() {
     let folder = Folder::new();
-    let log = folder.write("requests.csv", "time,ip\n100,203.0.113.1\n101,203.0.113.1\n");
+    let log = folder.write(
+        "requests.csv",
+        "time,ip,method,path\n100,203.0.113.1,GET,/\n101,203.0.113.1,GET,/\n",
+    );
     let limits = ["--access-log", &log, "--limit", "1", "--window", "10s"];
     let decisions = folder.path("decisions.jsonl");
     for (kind, times, abandoned) in [
@@ -463,9 +470,10 @@ fn clients_send_denied_requests_again() {
 #[test]
 fn shown_lines_are_escaped_once() {
     let folder = Folder::new();
-    let bad = "198.51.100.1 - - [16/Nov/2026:00:00:01 +0000] \"\\x16\\x03\" 400 0 \"\u{1b}[2J\"\n";
+    let bad =
+        "198.51.100.1 - \\x22\u{1b}[2J\"\\ [16/Foo/2026] \"GET / HTTP/1.1\" 200 0 \"-\" \"-\"\n";
     let log = folder.write("access.log", combined("203.0.113.1", 1, "/") + bad);
     let output = simulate(&["--access-log", &log, "--limit", "1", "--window", "1s"]);
     let table = text(&output.stdout);
-    assert!(table.contains(r#""\x16\x03" 400 0 "\u{1b}[2J""#), "{table}");
+    assert!(table.contains(r#" - \x22\u{1b}[2J"\ [16/Foo/2026] "GET"#), "{table}");
 }

@@ -78,8 +78,8 @@ fn requests() -> Vec<Request> {
 }
 
 fn csv(requests: &[Request]) -> String {
-    let line = |(time, key, path): &Request| format!("{time},{key},{path}\n");
-    "time,ip,path\n".to_owned() + &requests.iter().map(line).collect::<String>()
+    let line = |(time, key, path): &Request| format!("{time},{key},GET,{path}\n");
+    "time,ip,method,path\n".to_owned() + &requests.iter().map(line).collect::<String>()
 }
 
 /// Returns the requests of each key in its busiest window, in ascending order.
@@ -346,10 +346,11 @@ fn hostile_keys_and_paths_are_text_everywhere() {
     let folder = Folder::new();
     let evil = "<script>alert(1)</script>\"'&: {x}";
     let quoted = evil.replace('"', "\"\"");
-    let mut csv = "time,header.x-user,path\n".to_owned();
+    let mut csv = "time,header.x-user,method,path\n".to_owned();
     for time in 0..200 {
-        csv += &format!("{time},\"{quoted}\",\"/<img src=x onerror=alert(1)>\u{1b}[2J/{time}\"\n");
-        csv += &format!("{},user-{time},\"/a'b\"\"c<i>/x\"\n", time + 200);
+        csv +=
+            &format!("{time},\"{quoted}\",GET,\"/<img src=x onerror=alert(1)>\u{1b}[2J/{time}\"\n");
+        csv += &format!("{},user-{time},GET,\"/a'b\"\"c<i>/x\"\n", time + 200);
     }
     let log = folder.write("requests.csv", csv);
     let [page, yaml] = ["page.html", "limits.yaml"].map(|name| folder.path(name));

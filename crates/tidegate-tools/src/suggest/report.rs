@@ -39,6 +39,7 @@ impl Suggestion {
         draw: impl Fn(&GroupSuggestion) -> Option<String>,
     ) -> io::Result<()> {
         self.write_facts(page)?;
+        page.table("", &self.summary())?;
         for group in &self.groups {
             group.write_summary(page)?;
             if let Some(picture) = draw(group) {
@@ -112,6 +113,31 @@ impl Suggestion {
             }
         }
         Ok(())
+    }
+
+    /// Returns a row for each group.
+    fn summary(&self) -> TextTable {
+        let numbers =
+            ["requests", "clients", "limit", "burst", "denied clients", "denied requests"];
+        let mut table = TextTable::new(&["paths"], &numbers);
+        for group in &self.groups {
+            let counts = group.kinds.iter().find(|counts| counts.kind == ClientKind::Client);
+            let denied = |count: fn(&KindCounts) -> [u64; 2]| {
+                counts.map(count).map_or_else(String::new, |[part, whole]| {
+                    format!("{} ({})", grouped(part), percent(part, whole))
+                })
+            };
+            table.add([
+                shown(group.name(), MAX_KEY_CHARACTERS),
+                grouped(group.kinds.iter().map(|counts| counts.requests).sum()),
+                grouped(counts.map_or(0, |counts| counts.keys)),
+                format!("{} per {}", grouped(group.policy.limit), group.policy.window),
+                grouped(group.policy.burst),
+                denied(|it| [it.denied_keys, it.keys]),
+                denied(|it| [it.denied_requests, it.requests]),
+            ]);
+        }
+        table
     }
 
     /// Returns the policies in shadow mode.
