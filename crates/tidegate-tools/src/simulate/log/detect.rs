@@ -22,6 +22,17 @@ const MAX_TIME_WORDS: usize = 6;
 const METHODS: [&str; 9] =
     ["GET", "POST", "PUT", "HEAD", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE"];
 
+/// How much of a format a line must have to be recognized by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Strictness {
+    /// All fields, and nothing else.
+    Whole,
+    /// A time, an address and a request.
+    Start,
+    /// The same, with a host name or nothing in place of the address.
+    AnyAddress,
+}
+
 /// Syntax of the lines.
 #[derive(Debug, Clone)]
 enum Layout {
@@ -111,12 +122,13 @@ impl Detector {
             return self.columns(line);
         }
         let columns = || self.columns(line).filter(|_| self.reads_columns);
-        self.detect_request(line).or_else(columns).or_else(|| guess(line).filter(|_| !self.is_named))
+        let named = || self.find(line, Strictness::AnyAddress, 0);
+        self.detect_request(line).or_else(columns).or_else(named).or_else(|| guess(line).filter(|_| !self.is_named))
     }
 
     /// Recognizes the format of a line among others by a request that it has.
     pub(super) fn detect_request(&self, line: &str) -> Option<LineFormat> {
-        [true, false].into_iter().find_map(|is_whole| self.find(line, is_whole, 0))
+        [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(line, it, 0))
     }
 
     fn columns(&self, line: &str) -> Option<LineFormat> {
@@ -129,7 +141,7 @@ impl Detector {
     }
 
     /// Finds a format that has all parts of a request in this line, after any prefix.
-    fn find(&self, line: &str, is_whole: bool, depth: usize) -> Option<LineFormat> {
+    fn find(&self, line: &str, strictness: Strictness, depth: usize) -> Option<LineFormat> {
         let mut words = Vec::new();
         let mut rest = line;
         while words.len() <= MAX_PREFIX_WORDS && !rest.is_empty() {
@@ -141,7 +153,7 @@ impl Detector {
                     layout: layout.clone(),
                     ..LineFormat::new(layout.clone(), &self.named)
                 };
-                if let Some(found) = self.accepted(candidate, line, rest, is_whole, depth) {
+                if let Some(found) = self.accepted(candidate, line, rest, strictness, depth) {
                     return Some(found);
                 }
             }
@@ -157,7 +169,7 @@ impl Detector {
         mut candidate: LineFormat,
         line: &str,
         rest: &str,
-        is_whole: bool,
+        strictness: Strictness,
         depth: usize,
     ) -> Option<LineFormat> {
         let mut record = Record::default();
@@ -166,27 +178,39 @@ impl Detector {
                 let mut parts = LineParts::new(&mut record, false);
                 let matched = format.scan(rest, &mut parts).ok()?;
                 let address = parts.take(Core::Address);
-                let is_address = address.is_none_or(|text| super::address(&text).is_some());
-                if is_whole != matched || !is_address {
+                let is_address = address.is_some_and(|text| super::address(&text).is_some());
+                let is_found = match strictness {
+                    Strictness::Whole => matched,
+                    Strictness::Start => true,
+                    Strictness::AnyAddress => candidate.prefix_words == 0,
+                };
+                let needs_address = format.has(Core::Address) && strictness != Strictness::AnyAddress;
+                let is_host = !format.starts_with_host() || parts.take(Core::Host).is_some_and(is_host);
+                if !is_found || !is_host || needs_address && !is_address {
                     return None;
+                }
+                if format.has(Core::Time) {
+                    candidate.prefix_time = None;
                 }
                 record.clear();
             }
-            Layout::Members(members, inner) if is_whole => {
+            Layout::Members(members, inner) if strictness == Strictness::Whole => {
                 let mut parts = LineParts::new(&mut record, false);
                 members.scan(rest, &mut parts).ok()?;
                 let message = parts.take(Core::Message);
                 if parts.finish(&mut TimeParser::default(), candidate.prefix_time.map(|_| "0")).is_err() {
                     let message = message.filter(|_| depth < 2)?;
                     let message = message.trim_ascii();
-                    let found = [true, false].into_iter().find_map(|is_whole| self.find(message, is_whole, depth + 1));
+                    let found = [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(message, it, depth + 1));
                     *inner = Some(Box::new(found.or_else(|| guess(message))?));
                 }
                 record.clear();
             }
             _ => return None,
         }
-        candidate.parse(line, &mut record, false).is_ok().then_some(candidate)
+        candidate.parse(line, &mut record, false).ok()?;
+        let is_text = matches!(candidate.layout, Layout::Text(_));
+        (!is_text || is_usual(&record)).then_some(candidate)
     }
 
     /// Returns the format of a file without a line that is a request.
@@ -281,6 +305,22 @@ impl LineFormat {
         }
         parts.finish(&mut self.times, time)
     }
+}
+
+/// Returns whether a text is a host with a domain or a port, unlike the tag of a program.
+fn is_host(text: Cow<'_, str>) -> bool {
+    let (name, port) = text.split_once(':').map_or((&*text, None), |(name, port)| (name, Some(port)));
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
+    let is_port = |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+    name.chars().all(is_part) && port.map_or(name.contains('.'), is_port)
+}
+
+/// Returns whether the method and the target look like those of most requests.
+fn is_usual(record: &Record) -> bool {
+    let method = record.last("method").unwrap_or_default();
+    let target = record.last("target").unwrap_or_default();
+    let is_target = target.starts_with('/') || target.contains("://") || target == "*";
+    method.bytes().all(|byte| byte.is_ascii_uppercase()) && (is_target || method == "CONNECT")
 }
 
 /// Splits off a word. Quotes and brackets at its start hold it together.

@@ -9,10 +9,10 @@ use super::line::LineParts;
 
 /// Formats by name. A line may have less than its format: everything after the request.
 pub(super) const FORMATS: &[(&str, &str)] = &[
-    ("vhost_combined", r#"$host:$_ $remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent""#),
+    ("vhost_combined", r#"$host $remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent""#),
     ("combined", r#"$remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent" "$maybe_forwarded""#),
     ("envoy", r#"[$time] "$method $target $_" $status $_ $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_""#),
-    ("istio", r#"[$time] "$method $target $_" $status $_ $_ $_ "$_" $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_" $_ $_ $_ $remote_addr $_"#),
+    ("istio", r#"[$time] "$method $target $_" $status $_ $_ $_ "$_" $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_" $_ $_ $_ $remote_addr $_ $_"#),
     ("haproxy", r#"$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ "$request""#),
     ("alb", r#"$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#),
     ("elb", r#"$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#),
@@ -101,6 +101,16 @@ impl TextFormat {
             before = after;
         }
         Ok(Self { start: start.into(), pieces: compiled, time_end })
+    }
+
+    /// Returns whether it has this part of a request.
+    pub(super) fn has(&self, wanted: Core) -> bool {
+        self.pieces.iter().any(|piece| matches!(piece.field, Field::Core(core, _) if core == wanted))
+    }
+
+    /// Returns whether lines start with a host.
+    pub(super) fn starts_with_host(&self) -> bool {
+        matches!(self.pieces[..], [Piece { field: Field::Core(Core::Host, _), .. }, ..])
     }
 
     /// Reads the fields of a line. Returns whether the line has all of them, and nothing else.

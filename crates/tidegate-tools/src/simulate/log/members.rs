@@ -76,7 +76,9 @@ impl Members {
         }
         let same = |(known, _): &&(String, Field)| known == name;
         let named = self.named.iter().find(same).map(|(_, field)| field.clone());
-        let field = named.unwrap_or_else(|| Field::named(name));
+        // Labels have the client as their host.
+        let is_client = self.syntax == Syntax::Ltsv && name == "host";
+        let field = named.unwrap_or_else(|| Field::named(if is_client { "ip" } else { name }));
         parts.add(&field, value);
         if self.fields.len() < MAX_NAMES {
             self.fields.insert(name.into(), field);
