@@ -30,9 +30,9 @@ impl TraceWriter {
     }
 
     pub(super) fn push(&mut self, entry: TraceEntry) -> io::Result<()> {
-        self.writer.write_all(&entry.time.to_le_bytes())?;
-        self.writer.write_all(&entry.key.to_le_bytes())?;
-        self.writer.write_all(&entry.label.to_le_bytes())
+        let TraceEntry { time, key, label } = entry;
+        let number = u128::from(time) | u128::from(key) << 64 | u128::from(label) << 96;
+        self.writer.write_all(&number.to_le_bytes())
     }
 
     pub(super) fn finish(mut self) -> io::Result<Trace> {
@@ -57,6 +57,7 @@ pub(super) struct TraceReader<F> {
 
 impl<F: Fn(u32) -> bool> TraceReader<F> {
     /// Moves to the next request.
+    #[expect(clippy::cast_possible_truncation, reason = "parts of a number")]
     pub(super) fn advance(&mut self) -> io::Result<Option<TraceEntry>> {
         if let Some(entry) = self.next.take() {
             return Ok(Some(entry));
@@ -68,12 +69,11 @@ impl<F: Fn(u32) -> bool> TraceReader<F> {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
                 Err(error) => return Err(error),
             }
-            let (time, numbers) = bytes.split_at(8);
-            let (key, label) = numbers.split_at(4);
-            let number = |bytes: &[u8]| bytes.iter().rfold(0, |sum, it| sum << 8 | u64::from(*it));
-            let [key, label] = [key, label].map(|it| u32::try_from(number(it)).unwrap_or_default());
+            let number = u128::from_le_bytes(bytes);
+            let [key, label] = [64, 96].map(|shift| (number >> shift) as u32);
+            let time = number as u64;
             if (self.accepts)(label) {
-                return Ok(Some(TraceEntry { time: number(time), key, label }));
+                return Ok(Some(TraceEntry { time, key, label }));
             }
         }
     }

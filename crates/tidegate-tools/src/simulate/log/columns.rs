@@ -26,17 +26,12 @@ impl Columns {
     pub(super) fn parse(line: &str, named: impl Fn(&str) -> Option<Field>) -> Option<Self> {
         let w3c = line.strip_prefix(W3C_FIELDS).map(str::trim);
         let separator = match w3c {
-            Some(names) => {
-                if names.contains('\t') {
-                    '\t'
-                } else {
-                    ' '
-                }
-            }
+            Some(_) => ' ',
             None => *SEPARATORS.iter().max_by_key(|it| line.matches(**it).count())?,
         };
         let mut names = Vec::new();
-        split(w3c.unwrap_or(line), separator, |name| names.push(name.trim().to_owned())).ok()?;
+        let text = w3c.map(|names| names.replace('\t', " "));
+        split(text.as_deref().unwrap_or(line), separator, |name| names.push(name.trim().to_owned())).ok()?;
         // Names of headers are case-insensitive.
         let names: Vec<String> = names
             .into_iter()
@@ -67,9 +62,7 @@ impl Columns {
     pub(super) fn others(&self) -> Vec<String> {
         let is_other = |(_, field): &(&String, &Field)| matches!(field, Field::Attribute(_));
         let columns = self.names.iter().zip(&self.fields);
-        if self.is_w3c {
-            return Vec::new();
-        }
+        if self.is_w3c { return Vec::new() }
         columns.filter(is_other).map(|(name, _)| name.clone()).collect()
     }
 
@@ -80,7 +73,10 @@ impl Columns {
         parts: &mut LineParts<'l, '_>,
     ) -> Result<(), &'static str> {
         let mut count = 0;
-        split(line, self.separator, |cell| {
+        // CloudFront names the columns with spaces between them, and separates values by tabs.
+        let is_tabbed = self.is_w3c && line.contains('\t');
+        let separator = if is_tabbed { '\t' } else { self.separator };
+        split(line, separator, |cell| {
             let field = self.fields.get(count).unwrap_or(&Field::Skip);
             count += 1;
             if !parts.only_time || count <= self.time_end {

@@ -22,6 +22,17 @@ const MAX_TIME_WORDS: usize = 6;
 const METHODS: [&str; 9] =
     ["GET", "POST", "PUT", "HEAD", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE"];
 
+/// How much of a format a line must have to be recognized by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Strictness {
+    /// All fields, and nothing else.
+    Whole,
+    /// A time, an address and a request.
+    Start,
+    /// The same, with a host name or nothing in place of the address.
+    AnyAddress,
+}
+
 /// Syntax of the lines.
 #[derive(Debug, Clone)]
 enum Layout {
@@ -80,9 +91,7 @@ impl Detector {
             }
             "traefik" => formats.extend([members(Syntax::Json), text(FORMATS[1].1)?]),
             "istio" | "envoy" => {
-                for (_, directives) in
-                    FORMATS.iter().filter(|(it, _)| ["envoy", "istio"].contains(it))
-                {
+                for (_, directives) in FORMATS.iter().filter(|(it, _)| ["envoy", "istio"].contains(it)) {
                     formats.push(text(directives)?);
                 }
                 formats.push(members(Syntax::Json));
@@ -90,9 +99,7 @@ impl Detector {
             "logfmt" | "heroku" => formats.push(members(Syntax::Logfmt)),
             "ltsv" => formats.push(members(Syntax::Ltsv)),
             "csv" | "tsv" | "w3c" | "iis" | "cloudfront" => reads_columns = true,
-            "common" | "apache" | "nginx" | "gunicorn" | "morgan" => {
-                formats.push(text(FORMATS[1].1)?)
-            }
+            "common" | "apache" | "nginx" | "gunicorn" | "morgan" => formats.push(text(FORMATS[1].1)?),
             directives if format.contains(['$', '%']) => {
                 _ = directives;
                 formats.push(text(format).with_context(|| format!("--log-format {format:?}"))?);
@@ -115,21 +122,17 @@ impl Detector {
             return self.columns(line);
         }
         let columns = || self.columns(line).filter(|_| self.reads_columns);
-        self.detect_request(line)
-            .or_else(columns)
-            .or_else(|| guess(line).filter(|_| !self.is_named))
+        let named = || self.find(line, Strictness::AnyAddress, 0);
+        self.detect_request(line).or_else(columns).or_else(named).or_else(|| guess(line).filter(|_| !self.is_named))
     }
 
     /// Recognizes the format of a line among others by a request that it has.
     pub(super) fn detect_request(&self, line: &str) -> Option<LineFormat> {
-        [true, false].into_iter().find_map(|is_whole| self.find(line, is_whole, 0))
+        [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(line, it, 0))
     }
 
     fn columns(&self, line: &str) -> Option<LineFormat> {
-        Some(LineFormat::new(
-            Layout::Columns(Columns::parse(line, |name| self.named(name))?),
-            &self.named,
-        ))
+        Some(LineFormat::new(Layout::Columns(Columns::parse(line, |name| self.named(name))?), &self.named))
     }
 
     fn named(&self, name: &str) -> Option<Field> {
@@ -138,7 +141,7 @@ impl Detector {
     }
 
     /// Finds a format that has all parts of a request in this line, after any prefix.
-    fn find(&self, line: &str, is_whole: bool, depth: usize) -> Option<LineFormat> {
+    fn find(&self, line: &str, strictness: Strictness, depth: usize) -> Option<LineFormat> {
         let mut words = Vec::new();
         let mut rest = line;
         while words.len() <= MAX_PREFIX_WORDS && !rest.is_empty() {
@@ -150,7 +153,7 @@ impl Detector {
                     layout: layout.clone(),
                     ..LineFormat::new(layout.clone(), &self.named)
                 };
-                if let Some(found) = self.accepted(candidate, line, rest, is_whole, depth) {
+                if let Some(found) = self.accepted(candidate, line, rest, strictness, depth) {
                     return Some(found);
                 }
             }
@@ -166,7 +169,7 @@ impl Detector {
         mut candidate: LineFormat,
         line: &str,
         rest: &str,
-        is_whole: bool,
+        strictness: Strictness,
         depth: usize,
     ) -> Option<LineFormat> {
         let mut record = Record::default();
@@ -175,32 +178,39 @@ impl Detector {
                 let mut parts = LineParts::new(&mut record, false);
                 let matched = format.scan(rest, &mut parts).ok()?;
                 let address = parts.take(Core::Address);
-                let is_address = address.is_none_or(|text| super::address(&text).is_some());
-                if is_whole != matched || !is_address {
+                let is_address = address.is_some_and(|text| super::address(&text).is_some());
+                let is_found = match strictness {
+                    Strictness::Whole => matched,
+                    Strictness::Start => true,
+                    Strictness::AnyAddress => candidate.prefix_words == 0,
+                };
+                let needs_address = format.has(Core::Address) && strictness != Strictness::AnyAddress;
+                let is_host = !format.starts_with_host() || parts.take(Core::Host).is_some_and(is_host);
+                if !is_found || !is_host || needs_address && !is_address {
                     return None;
+                }
+                if format.has(Core::Time) {
+                    candidate.prefix_time = None;
                 }
                 record.clear();
             }
-            Layout::Members(members, inner) if is_whole => {
+            Layout::Members(members, inner) if strictness == Strictness::Whole => {
                 let mut parts = LineParts::new(&mut record, false);
                 members.scan(rest, &mut parts).ok()?;
                 let message = parts.take(Core::Message);
-                if parts
-                    .finish(&mut TimeParser::default(), candidate.prefix_time.map(|_| "0"))
-                    .is_err()
-                {
+                if parts.finish(&mut TimeParser::default(), candidate.prefix_time.map(|_| "0")).is_err() {
                     let message = message.filter(|_| depth < 2)?;
                     let message = message.trim_ascii();
-                    let found = [true, false]
-                        .into_iter()
-                        .find_map(|is_whole| self.find(message, is_whole, depth + 1));
+                    let found = [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(message, it, depth + 1));
                     *inner = Some(Box::new(found.or_else(|| guess(message))?));
                 }
                 record.clear();
             }
             _ => return None,
         }
-        candidate.parse(line, &mut record, false).is_ok().then_some(candidate)
+        candidate.parse(line, &mut record, false).ok()?;
+        let is_text = matches!(candidate.layout, Layout::Text(_));
+        (!is_text || is_usual(&record)).then_some(candidate)
     }
 
     /// Returns the format of a file without a line that is a request.
@@ -270,8 +280,7 @@ impl LineFormat {
                     if line.starts_with(W3C_FIELDS) {
                         let named = &self.named;
                         let named = |name: &str| {
-                            let same =
-                                |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
+                            let same = |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
                             named.iter().find(same).map(|(_, field)| field.clone())
                         };
                         *columns = Columns::parse(line, named)
@@ -296,6 +305,22 @@ impl LineFormat {
         }
         parts.finish(&mut self.times, time)
     }
+}
+
+/// Returns whether a text is a host with a domain or a port, unlike the tag of a program.
+fn is_host(text: Cow<'_, str>) -> bool {
+    let (name, port) = text.split_once(':').map_or((&*text, None), |(name, port)| (name, Some(port)));
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
+    let is_port = |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+    name.chars().all(is_part) && port.map_or(name.contains('.'), is_port)
+}
+
+/// Returns whether the method and the target look like those of most requests.
+fn is_usual(record: &Record) -> bool {
+    let method = record.last("method").unwrap_or_default();
+    let target = record.last("target").unwrap_or_default();
+    let is_target = target.starts_with('/') || target.contains("://") || target == "*";
+    method.bytes().all(|byte| byte.is_ascii_uppercase()) && (is_target || method == "CONNECT")
 }
 
 /// Splits off a word. Quotes and brackets at its start hold it together.
@@ -391,15 +416,16 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
     names[time..time + time_words].fill(Some(""));
     names[time] = Some("$time");
     let free = |names: &[Option<&str>], at: usize| names[at].is_none();
-    let address =
-        (0..words.len()).find(|at| free(&names, *at) && super::address(&plain[*at]).is_some());
+    let address = (0..words.len())
+        .find(|at| free(&names, *at) && super::address(&plain[*at]).is_some());
     if let Some(at) = address {
         names[at] = Some("$remote_addr");
     }
-    let is_list = |text: &String| text.split(',').all(|hop| super::address(hop.trim()).is_some());
+    let is_list = |text: &String| {
+        text.split(',').all(|hop| super::address(hop.trim()).is_some())
+    };
     let start = address.map_or(0, |at| at + 1);
-    let list = (start..words.len())
-        .find(|at| free(&names, *at) && is_list(&plain[*at]) && words[*at].starts_with('"'));
+    let list = (start..words.len()).find(|at| free(&names, *at) && is_list(&plain[*at]) && words[*at].starts_with('"'));
     if let Some(at) = list {
         names[at] = Some("$http_x_forwarded_for");
     }
@@ -410,8 +436,7 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
     if let Some(at) = status.into_iter().find(|at| free(&names, *at) && is_status(&plain[*at])) {
         names[at] = Some("$status");
     }
-    let is_agent =
-        |word: &String| ["Mozilla/", "curl/", "python-"].iter().any(|it| word.starts_with(it));
+    let is_agent = |word: &String| ["Mozilla/", "curl/", "python-"].iter().any(|it| word.starts_with(it));
     if let Some(at) = (0..words.len()).find(|at| free(&names, *at) && is_agent(&plain[*at])) {
         names[at] = Some("$http_user_agent");
     }
@@ -426,16 +451,13 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
         }
         // Quotes and brackets around a value stay in the format.
         let (start, end) = match (word.chars().next()?, word.chars().next_back()?) {
-            (open @ ('"' | '[' | '(' | '\''), close @ ('"' | ']' | ')' | '\''))
-                if word.len() > 1 =>
-            {
+            (open @ ('"' | '[' | '(' | '\''), close @ ('"' | ']' | ')' | '\'')) if word.len() > 1 => {
                 (open.to_string(), close.to_string())
             }
             _ => (String::new(), String::new()),
         };
         let name = names[at].unwrap_or("$_");
-        let name =
-            if at == time && time_words > 1 { &format!("${{time:{time_words}}}") } else { name };
+        let name = if at == time && time_words > 1 { &format!("${{time:{time_words}}}") } else { name };
         let _ = write!(directives, "{start}{name}{end}");
     }
     let format = TextFormat::compile(&directives).ok()?;
@@ -464,10 +486,7 @@ pub(super) fn describe(line: &str) -> String {
             .filter(|(_, is_missing)| *is_missing)
             .map(|(name, _)| format!("--field {name}=.NAME"))
             .collect();
-        return format!(
-            "it is JSON with the members {names}: say which ones have the request, with {}",
-            flags.join(" ")
-        );
+        return format!("it is JSON with the members {names}: say which ones have the request, with {}", flags.join(" "));
     }
     let mut words = Vec::new();
     let mut rest = line;
@@ -483,11 +502,7 @@ pub(super) fn describe(line: &str) -> String {
         has(words.iter().any(|word| request_line(&bare(word)).is_some()), "a request"),
     ];
     let found: Vec<&str> = found.into_iter().filter(|text| !text.is_empty()).collect();
-    let found = if found.is_empty() {
-        "neither a time nor a request".to_owned()
-    } else {
-        format!("only {}", found.join(" and "))
-    };
+    let found = if found.is_empty() { "neither a time nor a request".to_owned() } else { format!("only {}", found.join(" and ")) };
     format!(
         "its {} words have {found}: describe them with --log-format, such as \
          '$remote_addr [$time_local] \"$request\" $status', or name columns in its first line \
@@ -499,18 +514,6 @@ pub(super) fn describe(line: &str) -> String {
 /// Returns the names that `--log-format` has.
 pub(super) fn known_names() -> String {
     let texts = FORMATS.iter().map(|(name, _)| *name);
-    let others = [
-        "common",
-        "caddy",
-        "traefik",
-        "envoy-json",
-        "cloudflare",
-        "iis",
-        "cloudfront",
-        "docker",
-        "cri",
-        "logfmt",
-        "ltsv",
-    ];
+    let others = ["common", "caddy", "traefik", "envoy-json", "cloudflare", "iis", "cloudfront", "docker", "cri", "logfmt", "ltsv"];
     texts.chain(others).filter(|name| *name != "combined").collect::<Vec<_>>().join(", ")
 }

@@ -41,7 +41,7 @@ impl Core {
 /// Parts by the letters and digits of their names in logs, and their ranks.
 const CORES: &[(Core, u8, &str)] = &[
     // The start of a request is preferred to the time of its line.
-    (Core::Time, 0, "startutc starttime edgestarttimestamp requestreceivedtimestamp"),
+    (Core::Time, 0, "startutc starttime startedat edgestarttimestamp requestreceivedtimestamp"),
     (Core::Time, 1, "timelocal timeiso8601 msec ts time timestamp startlocal datetime eventtime"),
     (Core::Time, 1, "reqtimesec requesttimeepoch eventtimestamp logtime accesstime"),
     (

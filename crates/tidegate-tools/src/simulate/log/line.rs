@@ -92,18 +92,19 @@ impl<'l, 'r> LineParts<'l, 'r> {
         self.finish_request()?;
         let address = self.take(Core::Address);
         let host = self.take(Core::Host);
-        // LTSV has the client as its host.
-        let is_client = |host: &&str| address.is_none() && super::address(host).is_some();
-        match host.as_deref().filter(is_client) {
-            Some(client) => self.record.push("ip", client),
-            None => host.iter().for_each(|host| self.record.push("host", &unescaped(host.clone()))),
+        if let Some(address) = address {
+            self.record.push("ip", &address);
         }
-        address.iter().for_each(|address| self.record.push("ip", address));
+        if let Some(host) = host {
+            self.record.push("host", &unescaped(host));
+        }
         if let Some(user) = self.take(Core::User) {
             self.record.push("remote_user", &unescaped(user));
         }
         let forwarded = self.take(Core::Forwarded);
-        let last_hop = |list: &&str| list.rsplit(',').next().and_then(super::address).is_some();
+        let last_hop = |list: &&str| {
+            list.rsplit(',').next().and_then(|hop| super::address(hop.trim())).is_some()
+        };
         if let Some(list) = forwarded.as_deref().filter(last_hop) {
             self.record.push("header.x-forwarded-for", list);
         }

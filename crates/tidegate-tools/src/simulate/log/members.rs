@@ -76,7 +76,9 @@ impl Members {
         }
         let same = |(known, _): &&(String, Field)| known == name;
         let named = self.named.iter().find(same).map(|(_, field)| field.clone());
-        let field = named.unwrap_or_else(|| Field::named(name));
+        // Labels have the client as their host.
+        let is_client = self.syntax == Syntax::Ltsv && name == "host";
+        let field = named.unwrap_or_else(|| Field::named(if is_client { "ip" } else { name }));
         parts.add(&field, value);
         if self.fields.len() < MAX_NAMES {
             self.fields.insert(name.into(), field);
@@ -155,10 +157,8 @@ impl Members {
                 Some(rest)
             }
             _ => {
-                let is_end =
-                    |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
-                let (value, rest) =
-                    text.split_at(text.as_bytes().iter().position(|it| is_end(it))?);
+                let is_end = |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
+                let (value, rest) = text.split_at(text.as_bytes().iter().position(|it| is_end(it))?);
                 let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-')
                     && value.bytes().all(|it| it.is_ascii_digit() || b"+-.eE".contains(&it));
                 if is_number {
