@@ -83,7 +83,7 @@ pub struct SimulateCommand {
 
     /// Exit with code 1 unless this holds: POLICY.COUNT or COUNT (of all requests), an operator
     /// (< <= = >= >), and a number or percentage. Counts of a policy are requests, admitted, denied,
-    /// over, under, keys, denied_keys; those of all requests also shadow_denied and newly_denied
+    /// over, under, keys, `denied_keys`; those of all requests also `shadow_denied`, `newly_denied`
     #[arg(long, value_name = "CONDITION", value_parser = Expectation::parse)]
     expect: Vec<Expectation>,
 

@@ -16,7 +16,10 @@ const POLICY_COUNTS: [&str; 7] =
     ["requests", "admitted", "denied", "over", "under", "keys", "denied_keys"];
 const KEY_COUNTS: [&str; 3] = ["requests", "admitted", "denied"];
 
-const OPERATORS: [(&str, fn(Ordering) -> bool); 5] = [
+/// Whether a count is as expected, by its order to the value.
+type IsExpected = fn(Ordering) -> bool;
+
+const OPERATORS: [(&str, IsExpected); 5] = [
     ("<=", Ordering::is_le),
     (">=", Ordering::is_ge),
     ("<", Ordering::is_lt),
@@ -30,7 +33,7 @@ pub struct Expectation {
     text: String,
     subject: Subject,
     count: String,
-    is_expected: fn(Ordering) -> bool,
+    is_expected: IsExpected,
     value: f64,
     /// Whether the value is a percentage: of the keys for counts of keys, otherwise of the requests.
     is_percentage: bool,
