@@ -103,7 +103,7 @@ struct WindowSuggestion {
     p999: u64,
     max: u64,
     suggested_limit: u64,
-    /// What limits would deny, the suggested one among them.
+    /// Limits that are tried, the suggested one among them.
     limits: Vec<TriedLimit>,
     /// Requests of each client in its busiest window, in ascending order.
     #[serde(skip)]
@@ -302,7 +302,7 @@ fn round_up(number: f64) -> u64 {
     round.find(|it| *it >= number).unwrap_or(number)
 }
 
-/// Returns 1, 2, 5, 10 … up to the first one that denies nobody, and the given limits.
+/// Returns 1, 2, 5, 10 … up to the first one that denies no client, and the given limits.
 fn tried_limits(highest: u64, given: &[u64]) -> Vec<u64> {
     let steps = (0..19).flat_map(|power| [1, 2, 5].map(|digit| digit * 10_u64.pow(power)));
     let steps: Vec<u64> = steps.collect();

@@ -38,7 +38,7 @@ Examples:
     tidegate suggest --access-log requests.csv --key header.x-user-id \\
       --path '/api/orders/**' --path '/api/search' --limit 86
 
-  A limit per hour that denies hardly anybody:
+  A limit per hour that denies hardly any client:
     tidegate suggest --access-log access.log --window 1h --percentile 99.9 --margin 3")]
 pub struct SuggestCommand {
     #[command(flatten)]

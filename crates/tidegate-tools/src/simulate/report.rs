@@ -270,7 +270,7 @@ impl SimulationReport {
         for (policy, key, denials) in comparison.heaviest_keys().into_iter().take(top) {
             table.add([
                 policy.to_owned(),
-                shown_key(other, policy, key),
+                shown(&key_of(other, policy, key), MAX_KEY_CHARACTERS),
                 utc(denials.first),
                 utc(denials.last),
                 grouped(denials.requests),
@@ -328,7 +328,7 @@ impl SimulationReport {
             let key = |(policy, key, denials): (&str, &str, super::what_if::NewDenials)| {
                 json!({
                     "policy": policy,
-                    "key": shown_key(other, policy, key),
+                    "key": key_of(other, policy, key),
                     "newly_denied": denials.requests,
                     "first": utc(denials.first),
                     "last": utc(denials.last),
@@ -445,13 +445,13 @@ pub(super) fn tally_of<'r>(run: &'r VariantRun, policy: &str) -> Option<&'r Poli
     run.counts.policies.iter().find(|tally| tally.name == policy)
 }
 
-fn shown_key(run: &VariantRun, policy: &str, key: &str) -> String {
-    if key.is_empty() {
-        return "(missing)".to_owned();
+/// Returns a key as operators see it.
+fn key_of(run: &VariantRun, policy: &str, key: &str) -> String {
+    match tally_of(run, policy) {
+        _ if key.is_empty() => "(missing)".to_owned(),
+        Some(tally) => tally.shown(key),
+        None => key.to_owned(),
     }
-    let plain = || key.to_owned();
-    let key = tally_of(run, policy).map_or_else(plain, |tally| tally.shown(key));
-    shown(&key, MAX_KEY_CHARACTERS)
 }
 
 /// Returns a text for a terminal: without control characters, and not longer than a line.

@@ -13,7 +13,7 @@ use super::{ReplayResult, TrafficRequest};
 /// Number of times that a client sends a denied request again before it gives up.
 pub const MAX_RETRIES: u32 = 10;
 /// Time until a client that retries at once has the answer, and sends the request again.
-const ROUND_TRIP: Duration = Duration::from_millis(100);
+const IMMEDIATE_BACKOFF: Duration = Duration::from_millis(100);
 /// Wait before the first retry with backoff, doubled for each further one.
 const MIN_BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
@@ -85,7 +85,7 @@ impl<R: TrafficRequest + Clone> RetryQueue<R> {
     fn wait_after(&self, outcome: &ReplayResult<'_>, retries: u32) -> Option<Duration> {
         let denial = outcome.as_ref().ok()?.denied_by()?;
         Some(match self.kind {
-            RetryKind::Immediate => ROUND_TRIP,
+            RetryKind::Immediate => IMMEDIATE_BACKOFF,
             RetryKind::Backoff => (MIN_BACKOFF * (1 << retries.min(6))).min(MAX_BACKOFF),
             // The header has whole seconds, rounded up.
             RetryKind::RetryAfter => {

@@ -267,9 +267,10 @@ impl Panel<'_> {
         for tick in (first..=start + span).step_by(usize::try_from(step * 1_000).unwrap_or(1)) {
             let x = LEFT + (tick - start) as f64 * time_scale;
             let class = if tick == start { "muted" } else { "muted middle" };
-            let label = match is_dated {
-                true => date_label(tick, step, &mut day),
-                false => readable(Duration::from_micros(tick - start)),
+            let label = if is_dated {
+                date_label(tick, step, &mut day)
+            } else {
+                readable(Duration::from_micros(tick - start))
             };
             text(svg, x, base + 16.0, class, &label);
         }
