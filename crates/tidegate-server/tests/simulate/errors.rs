@@ -112,7 +112,7 @@ fn output_that_cannot_be_written_is_an_error_before_the_work() {
     let folder = Folder::new();
     let missing = folder.path("missing/a.svg");
     let limit = ["--load", "steady", "--limit", "5", "--window", "1s"];
-    for flag in ["--svg", "--decisions"] {
+    for flag in ["--svg", "--decisions", "--keys-csv"] {
         for (path, message) in [
             (missing.to_str().expect("UTF-8"), "cannot be written"),
             (folder.0.path().to_str().expect("UTF-8"), "is a folder"),

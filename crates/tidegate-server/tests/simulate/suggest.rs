@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
-use crate::{Folder, combined, report, text};
+use crate::{Folder, check_fields, combined, report, text};
 
 const WINDOWS: [(&str, u64); 5] = [
     ("1s", 1_000_000),
@@ -166,6 +166,9 @@ fn every_figure_is_that_of_a_naive_model() {
     };
     check_group(&found["groups"][1], &of("/api/"));
     check_group(&found["groups"][2], &of("/api/users/17"));
+    let low = suggestion(&["--access-log", &log, "--percentile", "50"]);
+    let number = check_fields(&low, include_str!("../../../../docs/from-a-log.md"));
+    assert!(number > 30, "{number} fields");
 }
 
 #[test]
@@ -250,7 +253,7 @@ fn crawlers_and_health_checks_are_apart() {
     for second in 0..600 {
         lines.push(agent(combined("66.249.66.1", second, "/a"), "Googlebot/2.1"));
         lines.push(agent(combined("10.0.0.9", second, "/a"), "kube-probe/1.34"));
-        lines.push(combined("10.0.0.8", second, "/healthz"));
+        lines.push(combined("10.0.0.8", second, ["/healthz", "//healthz/?x"][second as usize % 2]));
         if second % 60 == 0 {
             lines.push(agent(combined("203.0.113.5", second, "/a"), "Mozilla/5.0 (CUBOT X18)"));
             lines.push(combined("203.0.113.6", second, "/b"));

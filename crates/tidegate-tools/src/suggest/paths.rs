@@ -2,8 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use tidegate::normalize_path;
-
 /// Maximum number of different templates; further paths are in no group.
 const MAX_TEMPLATES: usize = 20_000;
 /// Segments of a path that are compared.
@@ -49,10 +47,9 @@ impl PathTemplates {
     }
 }
 
-/// Returns a path with `*` in the place of segments that are ids, or that no pattern should have.
+/// Returns a normalized path with `*` in the place of segments that are ids, or that no pattern should have.
 fn template(path: &str) -> String {
-    let normal = normalize_path(path);
-    let mut segments = normal.split('/').filter(|segment| !segment.is_empty());
+    let mut segments = path.split('/').filter(|segment| !segment.is_empty());
     let mut template = String::new();
     for segment in segments.by_ref().take(MAX_SEGMENTS) {
         template.extend(["/", if is_id(segment) { "*" } else { segment }]);

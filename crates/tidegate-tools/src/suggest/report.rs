@@ -56,7 +56,7 @@ impl Suggestion {
                 for denied in &policy.top_denied {
                     table.add([
                         shown(&denied.key, MAX_KEY_CHARACTERS),
-                        denied.kind.plural().to_owned(),
+                        denied.kind.name().to_owned(),
                         grouped(denied.requests),
                         grouped(denied.denied),
                     ]);
@@ -193,10 +193,10 @@ impl GroupSuggestion {
         for counts in &self.kinds {
             let KindCounts { kind, keys, requests, denied_keys, denied_requests } = counts;
             page.line(&format!(
-                "denies {} of {} {} ({}), and {} of their {} requests ({})",
+                "denies {} of {} {}s ({}), and {} of their {} requests ({})",
                 grouped(*denied_keys),
                 grouped(*keys),
-                kind.plural(),
+                kind.name(),
                 percent(*denied_keys, *keys),
                 grouped(*denied_requests),
                 grouped(*requests),
@@ -211,11 +211,10 @@ impl GroupSuggestion {
         if let Some(longest) = others.next_back() {
             let denied = above(&longest.peaks, limit);
             page.line(&format!(
-                "the same limit per {} would deny {} of {} {} ({})",
+                "the same limit per {} would deny {} of {} clients ({})",
                 longest.window,
                 grouped(denied),
                 grouped(clients),
-                ClientKind::Client.plural(),
                 percent(denied, clients)
             ))?;
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use serde::Serialize;
-use tidegate::{Attributes, ClientIp, MissingKey, Policies, Policy, Quota};
+use tidegate::{Attributes, ClientIp, MissingKey, Policies, Policy, Quota, normalize_path};
 
 use super::paths::{self, PathTemplates};
 use super::trace::{Trace, TraceEntry, TraceReader, TraceWriter};
@@ -75,11 +75,11 @@ pub(crate) enum ClientKind {
 impl ClientKind {
     pub(crate) const ALL: [Self; 3] = [Self::Client, Self::Crawler, Self::HealthCheck];
 
-    pub(crate) fn plural(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Client => "clients",
-            Self::Crawler => "crawlers",
-            Self::HealthCheck => "health checks",
+            Self::Client => "client",
+            Self::Crawler => "crawler",
+            Self::HealthCheck => "health check",
         }
     }
 
@@ -205,13 +205,15 @@ impl Recorder {
             }
         };
         let path = request.get("path").unwrap_or(Cow::Borrowed("/"));
-        let kind = ClientKind::of_request(&path, request.get("header.user-agent").as_deref());
+        let path = normalize_path(&path);
+        let path = path.trim_end_matches('/');
+        let kind = ClientKind::of_request(path, request.get("header.user-agent").as_deref());
         self.keys[key as usize].requests[kind as usize] += 1;
         let health = HEALTH_PATHS.iter().find(|it| **it == path);
         self.health_paths.extend(health);
         let label = match &self.given {
             Some(given) => mask(given, request),
-            None => self.templates.number(&path),
+            None => self.templates.number(path),
         };
         let label = if health.is_some() { label | HEALTH } else { label };
         self.trace.push(TraceEntry { time, key, label }).context("the temporary file")

@@ -1,6 +1,6 @@
 //! Exact counts of a group: the busiest window of each key, and what a limit would deny.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 
 use futures_util::FutureExt as _;
@@ -37,25 +37,29 @@ pub(super) fn denials(
     counts: impl Fn(usize) -> bool,
 ) -> io::Result<Vec<u64>> {
     let mut denied = vec![0; limits.len()];
-    let mut admitted: HashMap<u32, [u32; MAX_LIMITS]> = HashMap::new();
+    let mut admitted: Vec<[u32; MAX_LIMITS]> = Vec::new();
+    // Only the rows of keys that count take memory.
+    let mut row = |key| {
+        counts(key).then(|| {
+            admitted.push([0; MAX_LIMITS]);
+            admitted.len() - 1
+        })
+    };
+    let rows: Vec<Option<usize>> = (0..traffic.key_count()).map(&mut row).collect();
     // Bits of the limits that admitted a request, for those in the window.
     let mut window_bits: VecDeque<u32> = VecDeque::new();
     let (mut requests, mut left) = (traffic.requests(group)?, traffic.requests(group)?);
     while let Some(entry) = requests.advance()? {
         while let Some(old) = left.leave(entry.time, window)? {
-            if counts(old.key as usize)
-                && let (Some(bits), Some(sums)) =
-                    (window_bits.pop_front(), admitted.get_mut(&old.key))
-            {
-                for (index, sum) in sums.iter_mut().enumerate().take(limits.len()) {
+            if let (Some(row), Some(bits)) = (rows[old.key as usize], window_bits.front()) {
+                for (index, sum) in admitted[row].iter_mut().enumerate() {
                     *sum -= bits >> index & 1;
                 }
+                window_bits.pop_front();
             }
         }
-        if !counts(entry.key as usize) {
-            continue;
-        }
-        let sums = admitted.entry(entry.key).or_insert([0; MAX_LIMITS]);
+        let Some(row) = rows[entry.key as usize] else { continue };
+        let sums = &mut admitted[row];
         let mut bits = 0;
         for (index, limit) in limits.iter().enumerate() {
             if u64::from(sums[index]) < *limit {
