@@ -12,6 +12,8 @@ use serde::Serialize;
 use tidegate::Quota;
 
 use self::traffic::{ClientKind, Traffic};
+use self::windows::KeyDecisions;
+use crate::tool::text::whole;
 use tidegate_api::duration;
 
 mod page;
@@ -177,6 +179,114 @@ impl Suggestion {
     }
 }
 
+/// Requests of a group, with the busiest windows of each key.
+struct GroupTraffic<'t> {
+    traffic: &'t Traffic,
+    group: Option<usize>,
+    options: &'t SuggestOptions,
+    /// By window and key.
+    peaks: Vec<Vec<u32>>,
+    has_clients: bool,
+}
+
+impl<'t> GroupTraffic<'t> {
+    fn new(
+        traffic: &'t Traffic,
+        group: Option<usize>,
+        options: &'t SuggestOptions,
+    ) -> anyhow::Result<Self> {
+        let busiest = |(_, window)| windows::peaks(traffic, group, duration::micros(window));
+        let peaks = WINDOWS.into_iter().map(busiest).collect::<Result<_, _>>()?;
+        let all = Self { traffic, group, options, peaks, has_clients: false };
+        let has_clients = all.keys().any(|key| traffic.kind(key) == ClientKind::Client);
+        Ok(Self { has_clients, ..all })
+    }
+
+    /// Returns the keys with a request.
+    fn keys(&self) -> impl Iterator<Item = usize> {
+        (0..self.traffic.key_count()).filter(|key| self.peaks[0][*key] > 0)
+    }
+
+    /// Returns whether a key is a client. Without clients, all keys are in their place.
+    fn is_client(&self, key: usize) -> bool {
+        let is_client = self.traffic.kind(key) == ClientKind::Client;
+        self.peaks[0][key] > 0 && (is_client || !self.has_clients)
+    }
+
+    /// Returns the values of the clients, in ascending order.
+    fn sorted(&self, values: &[u32]) -> Vec<u32> {
+        let clients = self.keys().filter(|key| self.is_client(*key));
+        let mut values: Vec<u32> = clients.map(|key| values[key]).collect();
+        values.sort_unstable();
+        values
+    }
+
+    /// Returns a limit with a margin for these clients.
+    fn suggested(&self, sorted: &[u32]) -> u64 {
+        round_up(percentile(sorted, self.options.percentile) as f64 * self.options.margin)
+    }
+
+    /// Tries limits in the window of this index.
+    fn try_limits(&self, index: usize, highest: u64) -> anyhow::Result<WindowSuggestion> {
+        let (name, window) = WINDOWS[index];
+        let peaks = self.sorted(&self.peaks[index]);
+        let suggested_limit = self.suggested(&peaks);
+        let mut limits = tried_limits(highest, &self.options.limits);
+        limits.push(suggested_limit);
+        limits.sort_unstable();
+        limits.dedup();
+        let lowest = limits[0];
+        let is_denied = |key| self.is_client(key) && u64::from(self.peaks[index][key]) > lowest;
+        let window = duration::micros(window);
+        let denied = windows::denials(self.traffic, self.group, window, &limits, is_denied)?;
+        let tried = |(limit, denied_requests)| TriedLimit {
+            limit,
+            denied_keys: above(&peaks, limit),
+            denied_requests,
+        };
+        Ok(WindowSuggestion {
+            window: name,
+            p50: percentile(&peaks, 50.0),
+            p90: percentile(&peaks, 90.0),
+            p99: percentile(&peaks, 99.0),
+            p999: percentile(&peaks, 99.9),
+            max: percentile(&peaks, 100.0),
+            suggested_limit,
+            limits: limits.into_iter().zip(denied).map(tried).collect(),
+            peaks,
+        })
+    }
+
+    /// Returns the keys of a kind, and those that are denied.
+    fn kind_counts(&self, kind: ClientKind, decisions: &[KeyDecisions]) -> KindCounts {
+        let of_kind = self.keys().filter(|key| self.traffic.kind(*key) == kind);
+        let mut counts =
+            KindCounts { kind, keys: 0, requests: 0, denied_keys: 0, denied_requests: 0 };
+        for KeyDecisions { requests, denied } in of_kind.map(|key| decisions[key]) {
+            counts.keys += 1;
+            counts.requests += requests;
+            counts.denied_keys += u64::from(denied > 0);
+            counts.denied_requests += denied;
+        }
+        counts
+    }
+
+    /// Returns the keys with most denied requests.
+    fn top_denied(&self, decisions: &[KeyDecisions]) -> Vec<DeniedKey> {
+        let mut keys: Vec<usize> = self.keys().filter(|key| decisions[*key].denied > 0).collect();
+        keys.sort_unstable_by_key(|key| {
+            (std::cmp::Reverse(decisions[*key].denied), self.traffic.key_name(*key))
+        });
+        let named = keys.into_iter().take(self.options.top).map(|key| DeniedKey {
+            key: report::shown_key(&self.traffic.key, self.traffic.key_name(key)),
+            kind: self.traffic.kind(key),
+            requests: decisions[key].requests,
+            denied: decisions[key].denied,
+        });
+        named.collect()
+    }
+}
+
 impl GroupSuggestion {
     fn new(
         traffic: &Traffic,
@@ -184,92 +294,25 @@ impl GroupSuggestion {
         options: &SuggestOptions,
     ) -> anyhow::Result<Self> {
         let path = group.map(|group| traffic.groups[group].clone());
-        let busiest = |(_, window)| windows::peaks(traffic, group, duration::micros(window));
-        let peaks = WINDOWS.into_iter().map(busiest).collect::<Result<Vec<_>, _>>()?;
-        let keys = 0..traffic.key_count();
-        let is_used = |key: &usize| peaks[0][*key] > 0;
-        let is_client = |key: &usize| traffic.kind(*key) == ClientKind::Client;
-        // Without clients, all keys are in their place.
-        let has_clients = keys.clone().filter(is_used).any(|key| is_client(&key));
-        let counts = |key: usize| is_used(&key) && (is_client(&key) || !has_clients);
-        let sorted = |values: &[u32]| {
-            let mut values: Vec<u32> =
-                keys.clone().filter(|key| counts(*key)).map(|key| values[key]).collect();
-            values.sort_unstable();
-            values
-        };
-        let sorted_peaks: Vec<Vec<u32>> = peaks.iter().map(|peaks| sorted(peaks)).collect();
-        let suggested = |values: &[u32]| {
-            round_up(percentile(values, options.percentile) as f64 * options.margin)
-        };
-        let highest =
-            sorted_peaks.last().and_then(|peaks| peaks.last()).map_or(1, |peak| u64::from(*peak));
-        let mut windows = Vec::new();
-        for (((name, window), peaks_of_keys), sorted) in
-            WINDOWS.into_iter().zip(&peaks).zip(sorted_peaks)
-        {
-            let suggested_limit = suggested(&sorted);
-            let mut limits = tried_limits(highest, &options.limits);
-            limits.push(suggested_limit);
-            limits.sort_unstable();
-            limits.dedup();
-            let lowest = limits[0];
-            let is_denied = |key: usize| counts(key) && u64::from(peaks_of_keys[key]) > lowest;
-            let window = duration::micros(window);
-            let denied = windows::denials(traffic, group, window, &limits, is_denied)?;
-            let tried = |(limit, denied_requests): (u64, u64)| TriedLimit {
-                limit,
-                denied_keys: above(&sorted, limit),
-                denied_requests,
-            };
-            windows.push(WindowSuggestion {
-                window: name,
-                p50: percentile(&sorted, 50.0),
-                p90: percentile(&sorted, 90.0),
-                p99: percentile(&sorted, 99.0),
-                p999: percentile(&sorted, 99.9),
-                max: percentile(&sorted, 100.0),
-                suggested_limit,
-                limits: limits.into_iter().zip(denied).map(tried).collect(),
-                peaks: sorted,
-            });
-        }
-        let limit = windows[options.window].suggested_limit;
+        let all = GroupTraffic::new(traffic, group, options)?;
+        let longest = all.peaks.last().map_or_else(Vec::new, |peaks| all.sorted(peaks));
+        let highest = percentile(&longest, 100.0);
+        let windows = (0..WINDOWS.len()).map(|index| all.try_limits(index, highest));
+        let windows = windows.collect::<anyhow::Result<Vec<_>>>()?;
         let (name, window) = WINDOWS[options.window];
+        let limit = windows[options.window].suggested_limit;
         let bursts = windows::bursts(traffic, group, limit, duration::micros(window))?;
-        let burst = suggested(&sorted(&bursts)).min(limit);
+        let burst = all.suggested(&all.sorted(&bursts)).min(limit);
         let quota = Quota::token_bucket(limit, window)?.with_burst(burst)?;
         let decisions = windows::decide(traffic, group, &quota)?;
-        let kinds = ClientKind::ALL.map(|kind| {
-            let of_kind = keys.clone().filter(|key| is_used(key) && traffic.kind(*key) == kind);
-            let mut counts =
-                KindCounts { kind, keys: 0, requests: 0, denied_keys: 0, denied_requests: 0 };
-            for key in of_kind {
-                counts.keys += 1;
-                counts.requests += decisions[key].requests;
-                counts.denied_keys += u64::from(decisions[key].denied > 0);
-                counts.denied_requests += decisions[key].denied;
-            }
-            counts
-        });
-        let mut denied: Vec<usize> =
-            keys.clone().filter(|key| decisions[*key].denied > 0).collect();
-        denied.sort_unstable_by_key(|key| {
-            (std::cmp::Reverse(decisions[*key].denied), traffic.key_name(*key))
-        });
-        let top_denied = denied.into_iter().take(options.top).map(|key| DeniedKey {
-            key: report::shown_key(&traffic.key, traffic.key_name(key)),
-            kind: traffic.kind(key),
-            requests: decisions[key].requests,
-            denied: decisions[key].denied,
-        });
         let policy = PolicySuggestion {
-            name: report::policy_name(path.as_deref()),
+            name: path.clone().unwrap_or_else(|| report::ALL_PATHS.to_owned()),
             limit,
             window: name,
             burst,
-            top_denied: top_denied.collect(),
+            top_denied: all.top_denied(&decisions),
         };
+        let kinds = ClientKind::ALL.map(|kind| all.kind_counts(kind, &decisions));
         let kinds = kinds.into_iter().filter(|counts| counts.keys > 0).collect();
         Ok(Self { path, kinds, windows, policy })
     }
@@ -282,8 +325,9 @@ impl GroupSuggestion {
 
 /// Returns the value of the nearest rank: the smallest one that this percentage does not exceed.
 fn percentile(sorted: &[u32], percent: f64) -> u64 {
-    let rank = (sorted.len() as f64 * percent / 100.0).ceil();
-    let index = crate::tool::text::whole(rank).saturating_sub(1);
+    // Less the error of a number such as 99.9.
+    let rank = (sorted.len() as f64 * percent / 100.0 - 1e-9).ceil();
+    let index = whole(rank).saturating_sub(1);
     let value = usize::try_from(index).ok().and_then(|index| sorted.get(index));
     value.or(sorted.last()).map_or(0, |value| u64::from(*value))
 }
@@ -295,7 +339,7 @@ fn above(sorted: &[u32], limit: u64) -> u64 {
 
 /// Rounds a number up to a limit that people choose, at least 1.
 fn round_up(number: f64) -> u64 {
-    let number = crate::tool::text::whole(number.ceil()).max(1);
+    let number = whole(number.ceil()).max(1);
     let scale = 10_u64.pow(number.ilog10());
     let round = ROUND.into_iter().filter(|digits| scale > 1 || digits % 10 == 0);
     let mut round = round.map(|digits| digits * scale / 10);

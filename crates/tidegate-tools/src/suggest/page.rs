@@ -6,7 +6,7 @@ use std::io;
 use super::{GroupSuggestion, Suggestion, above};
 use crate::simulate::{paint, short, start_picture, text};
 use crate::tool::table::{PageFormat, TextPage};
-use crate::tool::text::{float, grouped};
+use crate::tool::text::{float, grouped, whole};
 
 const HEAD: &str = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
 <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src \
@@ -60,11 +60,11 @@ fn draw(group: &GroupSuggestion) -> String {
     while let Some(limit) = exponents.next().map(|exponent| 10_f64.powi(exponent.cast_signed())) {
         let x = x_of(limit);
         line(&mut svg, "grid", [x, TOP, x, TOP + PLOT_HEIGHT]);
-        let label = grouped(crate::tool::text::whole(limit));
+        let label = grouped(whole(limit));
         text(&mut svg, x, TOP + PLOT_HEIGHT + 16.0, "muted middle", &label);
     }
     for denied in [0.0, 1.0, clients / 100.0, clients / 10.0, clients] {
-        let (y, count) = (y_of(denied), crate::tool::text::whole(denied.round()));
+        let (y, count) = (y_of(denied), whole(denied.round()));
         if denied > 1.0 && y_of(1.0) - y < 14.0 {
             continue;
         }
@@ -75,7 +75,7 @@ fn draw(group: &GroupSuggestion) -> String {
         let mut points = String::new();
         for step in 0..=POINTS {
             let limit = 10_f64.powf(decades * f64::from(step) / f64::from(POINTS));
-            let denied = above(&window.peaks, crate::tool::text::whole(limit));
+            let denied = above(&window.peaks, whole(limit));
             let _ = write!(points, "{},{} ", short(x_of(limit)), short(y_of(float(denied))));
         }
         let _ = writeln!(

@@ -16,11 +16,7 @@ use tidegate_config::key_hash;
 /// Number of clients from which a percentile says something.
 const MIN_CLIENTS: u64 = 20;
 /// Name of the policy for all paths.
-const ALL_PATHS: &str = "all-paths";
-
-pub(super) fn policy_name(path: Option<&str>) -> String {
-    path.unwrap_or(ALL_PATHS).to_owned()
-}
+pub(super) const ALL_PATHS: &str = "all-paths";
 
 /// Returns a key as operators see it: one that is a credential, as its hash.
 pub(super) fn shown_key(policy: &Policy, key: &str) -> String {

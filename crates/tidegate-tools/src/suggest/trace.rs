@@ -13,46 +13,35 @@ pub(super) struct TraceEntry {
     pub(super) label: u32,
 }
 
-/// Trace that is written.
-pub(super) struct TraceWriter {
-    file: NamedTempFile,
-    writer: BufWriter<File>,
-}
+/// Trace of requests. Its file is removed with it.
+pub(super) struct Trace(BufWriter<NamedTempFile>);
 
-/// Complete trace. Its file is removed with it.
-pub(super) struct Trace(NamedTempFile);
-
-impl TraceWriter {
-    pub(super) fn new() -> io::Result<Self> {
-        let file = NamedTempFile::new()?;
-        let writer = BufWriter::new(file.reopen()?);
-        Ok(Self { file, writer })
-    }
-
-    pub(super) fn push(&mut self, entry: TraceEntry) -> io::Result<()> {
-        let TraceEntry { time, key, label } = entry;
-        let number = u128::from(time) | u128::from(key) << 64 | u128::from(label) << 96;
-        self.writer.write_all(&number.to_le_bytes())
-    }
-
-    pub(super) fn finish(mut self) -> io::Result<Trace> {
-        self.writer.flush()?;
-        Ok(Trace(self.file))
-    }
-}
-
-impl Trace {
-    /// Returns the requests whose label is accepted.
-    pub(super) fn entries<F: Fn(u32) -> bool>(&self, accepts: F) -> io::Result<TraceReader<F>> {
-        Ok(TraceReader { reader: BufReader::new(self.0.reopen()?), accepts, next: None })
-    }
-}
-
-/// Cursor in a trace.
+/// Cursor among the requests of a trace whose label is accepted.
 pub(super) struct TraceReader<F> {
     reader: BufReader<File>,
     accepts: F,
     next: Option<TraceEntry>,
+}
+
+impl Trace {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self(BufWriter::new(NamedTempFile::new()?)))
+    }
+
+    pub(super) fn push(&mut self, TraceEntry { time, key, label }: TraceEntry) -> io::Result<()> {
+        let number = u128::from(time) | u128::from(key) << 64 | u128::from(label) << 96;
+        self.0.write_all(&number.to_le_bytes())
+    }
+
+    /// Completes the file.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+
+    pub(super) fn entries<F: Fn(u32) -> bool>(&self, accepts: F) -> io::Result<TraceReader<F>> {
+        let reader = BufReader::new(self.0.get_ref().reopen()?);
+        Ok(TraceReader { reader, accepts, next: None })
+    }
 }
 
 impl<F: Fn(u32) -> bool> TraceReader<F> {
@@ -62,18 +51,16 @@ impl<F: Fn(u32) -> bool> TraceReader<F> {
         if let Some(entry) = self.next.take() {
             return Ok(Some(entry));
         }
+        let mut bytes = [0; 16];
         loop {
-            let mut bytes = [0; 16];
             match self.reader.read_exact(&mut bytes) {
-                Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
-                Err(error) => return Err(error),
+                result => result?,
             }
             let number = u128::from_le_bytes(bytes);
             let [key, label] = [64, 96].map(|shift| (number >> shift) as u32);
-            let time = number as u64;
             if (self.accepts)(label) {
-                return Ok(Some(TraceEntry { time, key, label }));
+                return Ok(Some(TraceEntry { time: number as u64, key, label }));
             }
         }
     }
@@ -81,7 +68,6 @@ impl<F: Fn(u32) -> bool> TraceReader<F> {
     /// Moves to the next request, if it left a window of this length before `now`.
     pub(super) fn leave(&mut self, now: u64, window: u64) -> io::Result<Option<TraceEntry>> {
         self.next = self.advance()?;
-        let has_left = |entry: &TraceEntry| now.saturating_sub(entry.time) >= window;
-        Ok(if self.next.as_ref().is_some_and(has_left) { self.next.take() } else { None })
+        Ok(self.next.take_if(|entry| now.saturating_sub(entry.time) >= window))
     }
 }

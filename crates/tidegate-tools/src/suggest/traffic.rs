@@ -10,7 +10,7 @@ use serde::Serialize;
 use tidegate::{Attributes, ClientIp, MissingKey, Policies, Policy, Quota, normalize_path};
 
 use super::paths::{self, PathTemplates};
-use super::trace::{Trace, TraceEntry, TraceReader, TraceWriter};
+use super::trace::{Trace, TraceEntry, TraceReader};
 use crate::simulate::{RequestAttributes, TrafficRequest};
 
 /// Maximum number of keys. Requests of further ones are counted together, and only by number.
@@ -107,7 +107,7 @@ pub(crate) struct Recorder {
     given: Option<Policies>,
     client_ip: ClientIp,
     templates: PathTemplates,
-    trace: TraceWriter,
+    trace: Trace,
     numbers: HashMap<Arc<str>, u32>,
     keys: Vec<KeyFacts>,
     health_paths: BTreeSet<&'static str>,
@@ -172,7 +172,7 @@ impl Recorder {
             given: given.context("--path")?,
             client_ip,
             templates: PathTemplates::default(),
-            trace: TraceWriter::new().context("the temporary file")?,
+            trace: Trace::new().context("the temporary file")?,
             numbers: HashMap::new(),
             keys: Vec::new(),
             health_paths: BTreeSet::new(),
@@ -219,7 +219,8 @@ impl Recorder {
         self.trace.push(TraceEntry { time, key, label }).context("the temporary file")
     }
 
-    pub(super) fn finish(self) -> anyhow::Result<Traffic> {
+    pub(super) fn finish(mut self) -> anyhow::Result<Traffic> {
+        self.trace.flush().context("the temporary file")?;
         let (groups, masks) = match &self.given {
             Some(given) => {
                 let names = given.iter().map(|policy| policy.name().to_owned());
@@ -235,7 +236,7 @@ impl Recorder {
             }
         };
         Ok(Traffic {
-            trace: self.trace.finish().context("the temporary file")?,
+            trace: self.trace,
             keys: self.keys,
             key: self.key,
             groups,
