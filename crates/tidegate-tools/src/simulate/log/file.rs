@@ -11,7 +11,8 @@ use anyhow::{Context as _, ensure};
 
 use tidegate::decode_value;
 
-use super::detect::{Detector, LineFormat, describe};
+use super::detect::{Detector, LineFormat};
+use super::guess::describe;
 use super::input::{self, LineReader, LogLine, LogSource, MAX_LINE_BYTES};
 use super::line::LineError;
 use super::record::Record;
@@ -113,7 +114,8 @@ impl LogFile {
         while read.len() < DETECTION_LINES && self.formats.known.is_empty() {
             let name = &self.name;
             let line = self.lines.next();
-            let line = line.with_context(|| format!("{name}: line {} cannot be read", read.len() + 1))?;
+            let line =
+                line.with_context(|| format!("{name}: line {} cannot be read", read.len() + 1))?;
             let Some((number, line)) = line else { break };
             let LogLine::Text(bytes) = line else {
                 read.push_back(None);
@@ -160,7 +162,8 @@ impl LogFile {
         let name = &self.name;
         loop {
             let line = self.lines.next();
-            let line = line.with_context(|| format!("{name}: line {} cannot be read", survey.lines + 1))?;
+            let line =
+                line.with_context(|| format!("{name}: line {} cannot be read", survey.lines + 1))?;
             let Some((number, line)) = line else { break };
             survey.lines = number;
             let LogLine::Text(bytes) = line else { continue };
@@ -195,7 +198,7 @@ impl LogFile {
                     sorter.add(if is_header { 0 } else { last }, number, bytes)?;
                 }
                 // It has more bytes than any line that is read.
-                LogLine::TooLong => sorter.add(last, number, &[b' '; MAX_LINE_BYTES + 1])?,
+                LogLine::TooLong => sorter.add(last, number, &vec![b' '; MAX_LINE_BYTES + 1])?,
             }
         }
         self.lines.sorted = Some(sorter.finish()?);
@@ -246,7 +249,11 @@ impl LogFile {
         let text = match line {
             LogLine::Text(bytes) if bytes.len() <= MAX_LINE_BYTES => decoded(bytes),
             _ => {
-                return self.add_bad(number, &format!("it is longer than {MAX_LINE_BYTES} bytes"), None);
+                return self.add_bad(
+                    number,
+                    &format!("it is longer than {MAX_LINE_BYTES} bytes"),
+                    None,
+                );
             }
         };
         if text.is_empty() || number == self.header {

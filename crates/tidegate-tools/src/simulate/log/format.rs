@@ -6,21 +6,58 @@ use anyhow::ensure;
 
 use super::field::{Core, Field, unescaped};
 use super::line::LineParts;
+use super::members::Syntax;
 
-/// Formats by name. A line may have less than its format: everything after the request.
-pub(super) const FORMATS: &[(&str, &str)] = &[
-    ("vhost_combined", r#"$host $remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent""#),
-    ("combined", r#"$remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent" "$maybe_forwarded""#),
-    ("envoy", r#"[$time] "$method $target $_" $status $_ $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_""#),
-    ("istio", r#"[$time] "$method $target $_" $status $_ $_ $_ "$_" $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_" $_ $_ $_ $remote_addr $_ $_"#),
-    ("haproxy", r#"$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ "$request""#),
-    ("alb", r#"$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#),
-    ("elb", r#"$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#),
-    ("s3", r#"$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ "$request" $status $_ $bytes $_ $_ $_ "$http_referer" "$http_user_agent""#),
-    ("squid", "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user"),
-    ("uvicorn", r#"$remote_addr - "$request" $status"#),
-    ("gin", r#"$time | $status | $_ | $remote_addr | $method "$target""#),
-    ("rails", r#"Started $method "$target" for $remote_addr at $time"#),
+/// Syntax of a format.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum FormatSyntax<'f> {
+    /// Directives.
+    Text(&'f str),
+    Members(Syntax),
+    Columns,
+}
+
+/// Formats with their names. A line may have less than its format: everything after the request.
+#[rustfmt::skip]
+pub(super) const FORMATS: &[(&str, FormatSyntax<'static>)] = &[
+    ("json caddy traefik cloudflare envoy-json envoy istio gcp azure",
+     FormatSyntax::Members(Syntax::Json)),
+    ("vhost_combined", FormatSyntax::Text(
+         "$host $remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
+          \"$http_referer\" \"$http_user_agent\"")),
+    ("combined common nginx apache traefik gunicorn morgan", FormatSyntax::Text(
+         "$remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
+          \"$http_referer\" \"$http_user_agent\" \"$maybe_forwarded\"")),
+    ("envoy istio", FormatSyntax::Text(
+         "[$time] \"$method $target $_\" $status $_ $_ $bytes $_ $_ \"$http_x_forwarded_for\" \
+          \"$http_user_agent\" \"$_\" \"$authority\" \"$_\"")),
+    ("envoy istio", FormatSyntax::Text(
+         "[$time] \"$method $target $_\" $status $_ $_ $_ \"$_\" $_ $bytes $_ $_ \
+          \"$http_x_forwarded_for\" \"$http_user_agent\" \"$_\" \"$authority\" \"$_\" $_ $_ $_ \
+          $remote_addr $_ $_")),
+    ("haproxy", FormatSyntax::Text(
+         "$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ \
+          \"$request\"")),
+    ("alb", FormatSyntax::Text(
+         "$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+          \"$http_user_agent\"")),
+    ("elb", FormatSyntax::Text(
+         "$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+          \"$http_user_agent\"")),
+    ("s3", FormatSyntax::Text(
+         "$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ \"$request\" $status $_ $bytes \
+          $_ $_ $_ \"$http_referer\" \"$http_user_agent\"")),
+    ("squid", FormatSyntax::Text(
+         "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user")),
+    ("uvicorn", FormatSyntax::Text(
+         "$remote_addr - \"$request\" $status")),
+    ("gin", FormatSyntax::Text(
+         "$time | $status | $_ | $remote_addr | $method \"$target\"")),
+    ("rails", FormatSyntax::Text(
+         "Started $method \"$target\" for $remote_addr at $time")),
+    ("ltsv", FormatSyntax::Members(Syntax::Ltsv)),
+    ("logfmt heroku", FormatSyntax::Members(Syntax::Logfmt)),
+    ("csv tsv w3c iis cloudfront", FormatSyntax::Columns),
 ];
 
 /// Field of a format, and the text after it.
@@ -55,11 +92,15 @@ impl TextFormat {
                 '%' => envoy(rest).or_else(|| apache(rest)).map(|(field, used)| (field, used, 1)),
                 _ => None,
             };
-            let literal = |pieces: &mut Vec<(Field, String, usize)>, start: &mut String, text: &str| {
-                pieces.last_mut().map_or(start, |(_, after, _)| after).push_str(text);
-            };
+            let literal =
+                |pieces: &mut Vec<(Field, String, usize)>, start: &mut String, text: &str| {
+                    pieces.last_mut().map_or(start, |(_, after, _)| after).push_str(text);
+                };
             let Some((field, used, words)) = found else {
-                ensure!(!"$%".contains(first) || rest.starts_with("%%"), "{rest:?} is no directive");
+                ensure!(
+                    !"$%".contains(first) || rest.starts_with("%%"),
+                    "{rest:?} is no directive"
+                );
                 let doubled = rest.starts_with("%%");
                 literal(&mut pieces, &mut start, &rest[..first.len_utf8()]);
                 rest = &rest[first.len_utf8() + usize::from(doubled)..];
@@ -69,7 +110,9 @@ impl TextFormat {
             let is_bracketed = &rest[..used] == "%t";
             // An address of IPv6 has colons, too, and a target may have a query: they are one.
             let is_rest = match pieces.last() {
-                Some((Field::Core(Core::Address, _), after, _)) => after == ":" && field == Field::Skip,
+                Some((Field::Core(Core::Address, _), after, _)) => {
+                    after == ":" && field == Field::Skip
+                }
                 Some((Field::Core(Core::Target, _), after, _)) => {
                     after.is_empty() && matches!(field, Field::Core(Core::Query, _))
                 }
@@ -87,7 +130,9 @@ impl TextFormat {
             rest = &rest[used..];
         }
         let has = |wanted: &[Core]| {
-            pieces.iter().any(|(field, ..)| matches!(field, Field::Core(core, _) if wanted.contains(core)))
+            pieces
+                .iter()
+                .any(|(field, ..)| matches!(field, Field::Core(core, _) if wanted.contains(core)))
         };
         ensure!(has(&[Core::Request, Core::Target]), "it has no $request, and no path");
         let is_time = |field: &Field| matches!(field, Field::Core(Core::Time | Core::Date, _));
@@ -105,7 +150,9 @@ impl TextFormat {
 
     /// Returns whether it has this part of a request.
     pub(super) fn has(&self, wanted: Core) -> bool {
-        self.pieces.iter().any(|piece| matches!(piece.field, Field::Core(core, _) if core == wanted))
+        self.pieces
+            .iter()
+            .any(|piece| matches!(piece.field, Field::Core(core, _) if core == wanted))
     }
 
     /// Returns whether lines start with a host.
@@ -120,7 +167,8 @@ impl TextFormat {
         parts: &mut LineParts<'l, '_>,
     ) -> Result<bool, &'static str> {
         let mut rest = line.strip_prefix(&*self.start).ok_or("it does not have the format")?;
-        let count = if parts.only_time && self.time_end > 0 { self.time_end } else { self.pieces.len() };
+        let count =
+            if parts.only_time && self.time_end > 0 { self.time_end } else { self.pieces.len() };
         for piece in &self.pieces[..count] {
             let (value, after) = piece.split(rest)?;
             let length = value.len();
@@ -217,15 +265,19 @@ pub(super) fn quote_end(bytes: &[u8]) -> Option<(usize, bool)> {
     Some((at, has_escapes))
 }
 
-/// Returns the field and length of a directive of nginx, and the number of words of its value, which
-/// `${time:2}` says.
+/// Returns the field and length of a directive of nginx, and the number of words of its value:
+/// `${time:2}` has two.
 fn nginx(text: &str) -> Option<(Field, usize, usize)> {
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let name = text.strip_prefix('$')?;
     if let Some(inner) = name.strip_prefix('{') {
         let (inner, _) = inner.split_once('}')?;
         let (name, words) = inner.split_once(':').unwrap_or((inner, "1"));
-        return Some((Field::named(name), inner.len() + 3, words.parse().ok().filter(|words| *words > 0)?));
+        return Some((
+            Field::named(name),
+            inner.len() + 3,
+            words.parse().ok().filter(|words| *words > 0)?,
+        ));
     }
     let length = name.find(|c| !is_part(c)).unwrap_or(name.len());
     (length > 0).then(|| (Field::named(&name[..length]), length + 1, 1))

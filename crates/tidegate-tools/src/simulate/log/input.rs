@@ -95,12 +95,15 @@ impl<R: Read> Read for Utf16Reader<R> {
             let mut units = Vec::with_capacity(4_096);
             let mut pair = [0; 2];
             // A pair of surrogates is not split.
-            while units.len() < 4_096 || units.last().is_some_and(|it| (0xd800..0xdc00).contains(it)) {
+            while units.len() < 4_096
+                || units.last().is_some_and(|it| (0xd800..0xdc00).contains(it))
+            {
                 if self.source.read(&mut pair[..1])? == 0 {
                     break;
                 }
                 self.source.read_exact(&mut pair[1..])?;
-                let endian = if self.is_big_endian { u16::from_be_bytes } else { u16::from_le_bytes };
+                let endian =
+                    if self.is_big_endian { u16::from_be_bytes } else { u16::from_le_bytes };
                 units.push(endian(pair));
             }
             self.text = String::from_utf16_lossy(&units).into_bytes();

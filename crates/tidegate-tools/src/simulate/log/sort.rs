@@ -7,7 +7,7 @@ use std::io::{self, BufReader, BufWriter, Read, Seek as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
-/// Maximum number of bytes of lines in memory. More are sorted in parts, which a temporary file has.
+/// Maximum number of bytes of lines in memory. More are sorted in parts of a temporary file.
 const MAX_BYTES: usize = 64 * 1024 * 1024;
 /// Size of a read of each part.
 const PART_BLOCK_BYTES: usize = 64 * 1024;
@@ -163,7 +163,8 @@ mod tests {
         let mut expected = Vec::new();
         for number in 1..=3_000 {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let (time, line) = (seed >> 55, vec![b'x'; usize::try_from(seed >> 58).expect("small")]);
+            let (time, line) =
+                (seed >> 55, vec![b'x'; usize::try_from(seed >> 58).expect("small")]);
             sorter.add(time, number, &line).expect("memory");
             if number % 1_000 == 0 {
                 sorter.spill().expect("a temporary file");
