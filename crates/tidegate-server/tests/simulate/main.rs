@@ -1,5 +1,5 @@
-//! `tidegate simulate` and `suggest` as processes: compared with a running service, on logs of real servers, and
-//! with invalid input.
+//! `tidegate simulate` and `suggest` as processes: compared with a running service, on logs of real
+//! servers, and with invalid input.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -47,7 +47,8 @@ impl PathTemplates {
     }
 }
 
-/// Returns a normalized path with `*` in the place of segments that are ids, or that no pattern should have.
+/// Returns a normalized path with `*` in the place of segments that are ids, or that have characters
+/// of patterns.
 fn template(path: &str) -> String {
     let mut segments = path.split('/').filter(|segment| !segment.is_empty());
     let mut template = String::new();
