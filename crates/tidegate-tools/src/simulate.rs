@@ -28,7 +28,7 @@ pub mod variants;
 mod what_if;
 
 pub(crate) use clock::VirtualClock;
-pub(crate) use report::{MAX_KEY_CHARACTERS, percent, shown, utc};
+pub(crate) use report::{MAX_KEY_CHARACTERS, lines_json, percent, shown, utc, write_lines};
 pub use report::{SimulationReport, TrafficSummary};
 pub(crate) use run::RequestAttributes;
 pub use run::{ReplayResult, VariantRun};

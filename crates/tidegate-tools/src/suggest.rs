@@ -8,11 +8,13 @@
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use tidegate::Quota;
 
 use self::traffic::{ClientKind, Traffic};
 use self::windows::KeyDecisions;
+use crate::simulate::lines_json;
+use crate::simulate::log::LineCounts;
 use crate::tool::text::whole;
 use tidegate_api::duration;
 
@@ -60,6 +62,8 @@ pub(crate) struct SuggestOptions {
 pub(crate) struct Suggestion {
     #[serde(flatten)]
     counts: TrafficCounts,
+    #[serde(serialize_with = "serialize_lines")]
+    lines: LineCounts,
     /// First and last request, in microseconds since the Unix epoch.
     #[serde(skip)]
     times: (u64, u64),
@@ -139,9 +143,17 @@ struct DeniedKey {
     denied: u64,
 }
 
+fn serialize_lines<S: Serializer>(lines: &LineCounts, serializer: S) -> Result<S::Ok, S::Error> {
+    lines_json(lines).serialize(serializer)
+}
+
 impl Suggestion {
     /// Finds limits for the recorded requests.
-    pub(crate) fn new(recorder: Recorder, options: &SuggestOptions) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        recorder: Recorder,
+        lines: LineCounts,
+        options: &SuggestOptions,
+    ) -> anyhow::Result<Self> {
         let traffic = recorder.finish()?;
         let mut groups = vec![GroupSuggestion::new(&traffic, None, options)?];
         for (number, _) in traffic.groups.iter().enumerate() {
@@ -162,6 +174,7 @@ impl Suggestion {
             health_check_paths: traffic.health_paths.clone(),
             groups,
             counts: traffic.counts,
+            lines,
             yaml: String::new(),
         };
         suggestion.yaml = suggestion.policies();

@@ -259,8 +259,10 @@ fn crawlers_and_health_checks_are_apart() {
             lines.push(combined("203.0.113.6", second, "/b"));
         }
     }
+    lines.push("not a request\n".to_owned());
     let log = folder.write("access.log", lines.concat());
     let found = suggestion(&["--access-log", &log]);
+    assert_eq!((&found["lines"]["bad"], &found["requests"]), (&json!(1), &json!(1_820)));
     let all = &found["groups"][0];
     assert_eq!(found["health_check_paths"], json!(["/healthz"]));
     assert!(found["yaml"].as_str().expect("YAML").contains("unless: [{path: [\"/healthz\"]}]"));

@@ -121,7 +121,7 @@ impl SuggestCommand {
         let mut progress = ProgressBar::start();
         let reader = self.logs.open()?;
         let bytes = reader.bytes.clone();
-        reader.for_each(|request| {
+        let lines = reader.for_each(|request| {
             progress.count(|| {
                 let read = bytes.read.load(Ordering::Relaxed);
                 Some(float(read) / float(bytes.total?.max(1)))
@@ -136,7 +136,7 @@ impl SuggestCommand {
             limits: self.limits,
             top: self.top,
         };
-        let suggestion = Suggestion::new(recorder, &options)?;
+        let suggestion = Suggestion::new(recorder, lines, &options)?;
         drop(progress);
         if suggestion.is_empty() {
             bail!(

@@ -140,22 +140,7 @@ impl SimulationReport {
             utc(last)
         ))?;
         if let Some(lines) = &traffic.lines {
-            let mut parts = vec![format!("{} lines", grouped(lines.lines))];
-            for (count, words) in [
-                (lines.bad, "bad"),
-                (lines.not_http, "not HTTP, such as TLS sent to a plain port"),
-                (lines.left_out, "left out"),
-                (lines.reordered, "sorted into their place"),
-                (lines.late, "too late for that"),
-            ] {
-                if count > 0 {
-                    parts.push(format!("{} {words}", grouped(count)));
-                }
-            }
-            page.line(&parts.join(", "))?;
-            for example in &lines.examples {
-                page.line(&format!("  bad line {example}"))?;
-            }
+            write_lines(page, lines)?;
         }
         if !traffic.ignored_columns.is_empty() {
             let columns = traffic.ignored_columns.join(", ");
@@ -313,16 +298,8 @@ impl SimulationReport {
             "variants": self.runs.iter().map(|run| run_json(run, top)).collect::<Vec<_>>(),
         });
         if let Some(lines) = &self.traffic.lines {
-            report["lines"] = json!({
-                "read": lines.lines,
-                "bad": lines.bad,
-                "bad_examples": lines.examples,
-                "not_http": lines.not_http,
-                "left_out": lines.left_out,
-                "reordered": lines.reordered,
-                "late": lines.late,
-                "ignored_columns": self.traffic.ignored_columns,
-            });
+            report["lines"] = lines_json(lines);
+            report["lines"]["ignored_columns"] = json!(self.traffic.ignored_columns);
         }
         if let (Some(comparison), [_, other, ..]) = (&self.comparison, self.runs.as_slice()) {
             let key = |(policy, key, denials): (&str, &str, super::what_if::NewDenials)| {
@@ -360,6 +337,39 @@ impl SimulationReport {
         }
         report
     }
+}
+
+/// Writes the counts of the lines, and some bad ones.
+pub(crate) fn write_lines(page: &mut TextPage<'_>, lines: &LineCounts) -> io::Result<()> {
+    let mut parts = vec![format!("{} lines", grouped(lines.lines))];
+    for (count, words) in [
+        (lines.bad, "bad"),
+        (lines.not_http, "not HTTP, such as TLS sent to a plain port"),
+        (lines.left_out, "left out"),
+        (lines.reordered, "sorted into their place"),
+        (lines.late, "too late for that"),
+    ] {
+        if count > 0 {
+            parts.push(format!("{} {words}", grouped(count)));
+        }
+    }
+    page.line(&parts.join(", "))?;
+    for example in &lines.examples {
+        page.line(&format!("  bad line {example}"))?;
+    }
+    Ok(())
+}
+
+pub(crate) fn lines_json(lines: &LineCounts) -> Value {
+    json!({
+        "read": lines.lines,
+        "bad": lines.bad,
+        "bad_examples": lines.examples,
+        "not_http": lines.not_http,
+        "left_out": lines.left_out,
+        "reordered": lines.reordered,
+        "late": lines.late,
+    })
 }
 
 /// Quotes a field of CSV, if it needs that.

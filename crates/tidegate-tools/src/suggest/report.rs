@@ -7,7 +7,7 @@ use std::time::Duration;
 use tidegate::{Policy, ShowKeys};
 
 use super::{ClientKind, GroupSuggestion, KindCounts, Suggestion, WINDOWS, above};
-use crate::simulate::{MAX_KEY_CHARACTERS, percent, shown};
+use crate::simulate::{MAX_KEY_CHARACTERS, percent, shown, write_lines};
 use crate::tool::table::{TextPage, TextTable};
 use crate::tool::text::grouped;
 use tidegate_config::duration::readable;
@@ -79,6 +79,7 @@ impl Suggestion {
             self.start,
             self.end
         ))?;
+        write_lines(page, &self.lines)?;
         let key = self.key.join(", ");
         page.line(&format!(
             "A client is a key ({key}). Limits are suggested from p{} of the clients, times {}, \
