@@ -43,7 +43,7 @@ pub trait TrafficRequest: Attributes + Send + Sync {
     /// Returns the address of the client, as it is written.
     fn address(&self) -> Option<Cow<'_, str>>;
 
-    /// Returns the headers `X-Forwarded-For` and `Forwarded`, which tell the client behind proxies.
+    /// Returns the headers `X-Forwarded-For` and `Forwarded`, which name the client behind proxies.
     fn forwarded(&self) -> [Option<Cow<'_, str>>; 2] {
         [None, None]
     }

@@ -128,7 +128,7 @@ fn late_lines_of_a_pipe_are_an_error_unless_asked_for() {
     let folder = Folder::new();
     let truth = folder.write("truth.log", lines.concat());
     let expected = report(&[&["--access-log", &truth], &LIMIT[..]].concat());
-    // What `zcat -f access.log*` writes.
+    // The output of `zcat -f access.log*`.
     let piped = [&lines[1_200..], &lines[..1_200]].concat().concat();
     let pipe = |flags: &[&str]| {
         let arguments = [&["--access-log", "-", "--json"], &LIMIT[..], flags].concat();

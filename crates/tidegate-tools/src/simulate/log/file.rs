@@ -306,7 +306,7 @@ impl LogFile {
 #[derive(Debug)]
 struct FileFormats {
     known: Vec<LineFormat>,
-    /// Number of lines that may still be looked at for another format.
+    /// Number of lines that may still be checked for another format.
     detections: usize,
 }
 

@@ -8,7 +8,7 @@ use super::line::{LineParts, request_line};
 use super::members::{Members, Syntax};
 use super::record::Record;
 
-/// Maximum number of words of a line that are looked at.
+/// Maximum number of words of a line that are read.
 const MAX_WORDS: usize = 64;
 /// Maximum number of names of members that are shown.
 const MAX_NAMES: usize = 20;

@@ -51,7 +51,7 @@ impl<'l, 'r> LineParts<'l, 'r> {
             Field::Attribute(_) if is_absent || value == REDACTED || self.only_time => {}
             Field::Attribute(name) => self.record.push(name, &value),
             Field::Core(core, rank) => {
-                // An empty request tells that the client did not send one.
+                // An empty request means that the client did not send one.
                 let is_request = matches!(core, Core::Request | Core::Method | Core::Target);
                 let is_weak = *core == Core::Time && value.len() < MIN_TIME_LENGTH;
                 let rank = rank + if is_weak { 10 } else { 0 };
