@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use tidegate_tools::cli::{
     acquire, bench, config, doctor, events, fleet, health, hold, lookup, overrides, plan, reset,
-    simulate, top,
+    simulate, suggest, top,
 };
 use tidegate_tools::tool::style;
 
@@ -48,6 +48,7 @@ enum AnyCommand {
     Man(generate::ManCommand),
     // Boxed, because they have many flags.
     Simulate(Box<simulate::SimulateCommand>),
+    Suggest(Box<suggest::SuggestCommand>),
     Bench(Box<bench::BenchCommand>),
 }
 
@@ -94,6 +95,7 @@ impl CommandLine {
             AnyCommand::Completions(completions) => completions.run(),
             AnyCommand::Man(man) => man.run(),
             AnyCommand::Simulate(simulate) => simulate.run(),
+            AnyCommand::Suggest(suggest) => suggest.run(),
             AnyCommand::Bench(bench) => bench.run(),
         }
     }

@@ -112,11 +112,12 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
     (
         "tidegate-tools",
         &[
-            ("cli", &["bench", "doctor", "plan", "simulate", "tool", "top"]),
+            ("cli", &["bench", "doctor", "plan", "simulate", "suggest", "tool", "top"]),
             ("bench", &["tool"]),
             ("doctor", &["tool"]),
             ("plan", &["tool"]),
             ("simulate", &["tool"]),
+            ("suggest", &["simulate", "tool"]),
             ("top", &["tool"]),
         ],
     ),

@@ -16,4 +16,5 @@ mod quota;
 pub mod redis;
 pub mod reset;
 pub mod simulate;
+pub mod suggest;
 pub mod top;

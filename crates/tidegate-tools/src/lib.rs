@@ -1,5 +1,5 @@
-//! Commands of `tidegate` that need no service of this process: simulate, plan, bench, top, doctor,
-//! acquire, hold, health, config.
+//! Commands of `tidegate` that need no service of this process: simulate, suggest, plan, bench, top,
+//! doctor, acquire, hold, health, config.
 #![allow(
     missing_docs,
     clippy::must_use_candidate,
@@ -16,5 +16,6 @@ pub mod doctor;
 mod fuzz;
 mod plan;
 pub mod simulate;
+mod suggest;
 pub mod tool;
 mod top;

@@ -5,17 +5,21 @@
 //! store whose clock is set to the time of the request.
 
 use std::borrow::Cow;
+use std::net::IpAddr;
 
 use tidegate::{Attributes, ClientIp, Policies};
 
+use self::retry::{RetryKind, RetryQueue};
 use self::what_if::Comparison;
 
 mod clock;
 pub mod decisions;
+pub mod expect;
 pub mod load;
 pub mod log;
 pub mod output;
 mod report;
+pub mod retry;
 mod run;
 mod series;
 mod svg;
@@ -23,17 +27,26 @@ mod tally;
 pub mod variants;
 mod what_if;
 
+pub(crate) use clock::VirtualClock;
+pub(crate) use report::{MAX_KEY_CHARACTERS, lines_json, percent, shown, utc, write_lines};
 pub use report::{SimulationReport, TrafficSummary};
+pub(crate) use run::RequestAttributes;
 pub use run::{ReplayResult, VariantRun};
 pub use svg::draw;
+pub(crate) use svg::{paint, short, start_picture, text};
 
 /// Request of the traffic. Its attributes are those of the gateway, except for `ip`.
-pub trait TrafficRequest: Attributes + Sync {
+pub trait TrafficRequest: Attributes + Send + Sync {
     /// Returns the time in microseconds since the Unix epoch.
     fn time(&self) -> u64;
 
     /// Returns the address of the client, as it is written.
     fn address(&self) -> Option<Cow<'_, str>>;
+
+    /// Returns the headers `X-Forwarded-For` and `Forwarded`, which name the client behind proxies.
+    fn forwarded(&self) -> [Option<Cow<'_, str>>; 2] {
+        [None, None]
+    }
 
     /// Returns the cost, if the request names one.
     fn cost(&self) -> Option<u64>;
@@ -42,6 +55,42 @@ pub trait TrafficRequest: Attributes + Sync {
     fn status(&self) -> Option<u16> {
         None
     }
+
+    /// Returns the index of its file among the access logs, and the number of its line.
+    fn line(&self) -> Option<(usize, u64)> {
+        None
+    }
+}
+
+/// Called with each request that the first configuration decides, and the outcome.
+pub type OnOutcome<'a> = dyn FnMut(&dyn TrafficRequest, &ReplayResult<'_>) + 'a;
+
+/// Clients of a simulation, which may send denied requests again: with several variants, each has
+/// its own denials.
+pub struct Clients<R>(Vec<RetryQueue<R>>);
+
+/// Parses an address as logs have it: also with a port, brackets or a zone.
+pub fn address(text: &str) -> Option<IpAddr> {
+    let plain = |text: &str| text.split('%').next()?.parse().ok();
+    let without_port = || match text.strip_prefix('[') {
+        Some(bracketed) => plain(bracketed.split_once(']')?.0),
+        None => plain(text.rsplit_once(':')?.0).filter(IpAddr::is_ipv4),
+    };
+    plain(text).or_else(without_port)
+}
+
+/// Returns the client of a request behind trusted proxies, by the rules of the gateway. The peer of
+/// a log without addresses is the last one that a proxy added to `X-Forwarded-For`.
+pub fn client_address(request: &impl TrafficRequest, client_ip: &ClientIp) -> Option<IpAddr> {
+    let peer = request.address().and_then(|text| address(&text));
+    if let Some(peer) = peer.filter(|peer| !client_ip.trusts(*peer)) {
+        return Some(peer);
+    }
+    let [hops, forwarded] = request.forwarded();
+    let last_hop = || address(hops.as_deref()?.rsplit(',').next()?.trim());
+    let [hops, forwarded] =
+        [&hops, &forwarded].map(|list| list.as_deref().map(str::as_bytes).into_iter());
+    Some(client_ip.resolve(peer.or_else(last_hop)?, hops, forwarded).address)
 }
 
 /// Configuration to simulate, with its name in the output.
@@ -76,15 +125,30 @@ impl Simulation {
         }
     }
 
-    /// Decides a request by each variant. `on_outcome` gets the outcome of the first.
-    pub fn decide(
+    /// Returns the clients, which do not react to denials without a kind.
+    pub fn clients<R: TrafficRequest + Clone>(&self, kind: Option<RetryKind>) -> Clients<R> {
+        let queue = |_: &VariantRun| kind.map(RetryQueue::new);
+        Clients(self.runs.iter().filter_map(queue).collect())
+    }
+
+    /// Decides a request by each variant, after those that are sent again before its time.
+    pub fn decide<R: TrafficRequest + Clone>(
         &mut self,
-        request: &impl TrafficRequest,
-        on_outcome: impl FnOnce(&ReplayResult<'_>),
+        request: &R,
+        clients: &mut Clients<R>,
+        on_outcome: &mut OnOutcome<'_>,
     ) {
+        self.retry_before(request.time(), clients, on_outcome);
+        let mut queues = clients.0.iter_mut();
+        let mut react = |outcome: &ReplayResult<'_>| {
+            if let Some(queue) = queues.next() {
+                queue.on_request(request, outcome);
+            }
+        };
         let [first, others @ ..] = &mut self.runs[..] else { return };
         let outcome = first.decide(request);
-        on_outcome(&outcome);
+        on_outcome(request, &outcome);
+        react(&outcome);
         match (&mut self.comparison, others) {
             (Some(comparison), [other, ..]) => {
                 comparison.record(request.time(), &outcome, &other.decide(request));
@@ -92,13 +156,34 @@ impl Simulation {
             (_, others) => {
                 drop(outcome);
                 for run in others {
-                    let _ = run.decide(request);
+                    react(&run.decide(request));
                 }
             }
         }
     }
 
+    /// Decides the requests that are sent again before `time`.
+    pub fn retry_before<R: TrafficRequest + Clone>(
+        &mut self,
+        time: u64,
+        clients: &mut Clients<R>,
+        on_outcome: &mut OnOutcome<'_>,
+    ) {
+        for (number, (run, queue)) in self.runs.iter_mut().zip(&mut clients.0).enumerate() {
+            while let Some(retry) = queue.pop_before(time) {
+                let outcome = run.decide(&retry);
+                if number == 0 {
+                    on_outcome(&retry, &outcome);
+                }
+                queue.on_retry(&retry, &outcome);
+            }
+            run.counts.retries = queue.retries;
+            run.counts.abandoned = queue.abandoned;
+        }
+    }
+
     pub fn into_report(self, traffic: TrafficSummary) -> SimulationReport {
-        SimulationReport { runs: self.runs, comparison: self.comparison, traffic }
+        let Self { runs, comparison } = self;
+        SimulationReport { runs, comparison, traffic, expectations: Vec::new() }
     }
 }

@@ -24,7 +24,7 @@ struct Page {
     before: &'static str,
 }
 
-const PAGES: [Page; 20] = [
+const PAGES: [Page; 21] = [
     page("README.md", 3, REDIS),
     page("docs/getting-started.md", 20, ""),
     page("docs/install.md", 3, SERVICE),
@@ -41,7 +41,8 @@ const PAGES: [Page; 20] = [
     page("docs/operations.md", 14, ""),
     page("docs/redis.md", 1, REDIS),
     page("docs/metrics.md", 2, ""),
-    page("docs/simulate.md", 1, LOGS),
+    page("docs/simulate.md", 2, LOGS),
+    page("docs/from-a-log.md", 6, ""),
     page("docs/bench.md", 1, ""),
     page("docs/algorithms.md", 5, LOGS),
     page("deploy/README.md", 1, CADDY),

@@ -137,12 +137,15 @@ impl Connection {
     }
 }
 
-/// Removes the times, which depend on the clock.
+/// Members of a line that the answer of the service does not have.
+const REQUEST_MEMBERS: [&str; 6] = ["time", "file", "line", "method", "path", "key"];
+
+/// Removes the times, which depend on the clock, and the members of the request.
 fn without_times(decision: &Value) -> Value {
     match decision {
         Value::Object(members) => members
             .iter()
-            .filter(|(name, _)| !name.ends_with("_ms"))
+            .filter(|(name, _)| !name.ends_with("_ms") && !REQUEST_MEMBERS.contains(&name.as_str()))
             .map(|(name, value)| (name.clone(), without_times(value)))
             .collect(),
         Value::Array(items) => items.iter().map(without_times).collect(),

@@ -1,5 +1,5 @@
-//! `tidegate simulate` as a process: compared with a running service, on logs of real servers, and
-//! with invalid input.
+//! `tidegate simulate` and `suggest` as processes: compared with a running service, on logs of real
+//! servers, and with invalid input.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -14,13 +14,20 @@ mod differential;
 mod errors;
 /// Pictures of the documents.
 mod figures;
-/// Logs of several files and formats.
+/// Formats of many servers, and hostile lines.
+mod formats;
+/// Logs of several files, and their columns.
 mod logs;
+/// Lines out of order, encodings, and the requests that are chosen.
+mod order;
 /// Tables, JSON, pictures, comparisons.
 mod output;
 /// Logs of nginx, Apache, Caddy, Traefik and the gateway.
 mod servers;
+/// Limits from logs.
+mod suggest;
 
+use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -105,4 +112,30 @@ fn combined(address: &str, second: u32, path: &str) -> String {
     format!(
         "{address} - - [16/Nov/2026:{time} +0000] \"GET {path} HTTP/1.1\" 200 5 \"-\" \"curl\"\n"
     )
+}
+
+/// Adds the names of all members.
+fn members(value: &Value, names: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(entries) => {
+            for (name, value) in entries {
+                names.insert(name.clone());
+                members(value, names);
+            }
+        }
+        Value::Array(items) => items.iter().for_each(|item| members(item, names)),
+        _ => {}
+    }
+}
+
+/// Checks that the section "JSON" of a document has the names of all members, and returns their
+/// number.
+fn check_fields(report: &Value, document: &str) -> usize {
+    let mut names = BTreeSet::new();
+    members(report, &mut names);
+    let tables = document.split_once("# JSON\n").expect("the section").1;
+    let missing: Vec<_> =
+        names.iter().filter(|name| !tables.contains(&format!("`{name}`"))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+    names.len()
 }

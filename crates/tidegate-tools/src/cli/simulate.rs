@@ -13,16 +13,19 @@ use tidegate::{Algorithm, Policies};
 use tidegate_config::duration;
 
 use super::quota::{LimitFlags, algorithm_parser};
+use crate::simulate::expect::Expectation;
 use crate::simulate::load::{GeneratedLoad, LoadKind};
-use crate::simulate::log::AccessLogs;
+use crate::simulate::log::LogArgs;
 use crate::simulate::output::OutputFile;
+use crate::simulate::retry::RetryKind;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
-    self, Simulation, SimulationReport, TrafficRequest, TrafficSummary, decisions,
+    self, ReplayResult, Simulation, SimulationReport, TrafficRequest, TrafficSummary, decisions,
 };
-use crate::tool::output;
 use crate::tool::progress::ProgressBar;
+use crate::tool::table::{PageFormat, TextPage};
 use crate::tool::text::float;
+use crate::tool::{output, style};
 
 /// Period of a generated load without a window to take it from.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(60);
@@ -46,12 +49,24 @@ Examples:
     tidegate simulate --access-log access.log --config tidegate.yaml \\
       --policy per-address --limit 300 --svg traffic.svg
 
+  Logs in a format of your own, and only failed logins of one hour:
+    tidegate simulate --access-log 'logs/access.log*' --config tidegate.yaml \\
+      --log-format '$remote_addr [$time_iso8601] \"$request\" $status' \\
+      --from 2026-11-16T07:00:00Z --until 2026-11-16T08:00:00Z --where status=401
+
   Requests that a new configuration would deny:
     tidegate simulate --access-log access.log --config tidegate.yaml --what-if new.yaml
 
   Ten thousand clients, a few of them busy, for one hour:
     tidegate simulate --load poisson --rate 500 --keys 10000 --zipf 1 --duration 1h \\
-      --config tidegate.yaml --attribute path=/api/items")]
+      --config tidegate.yaml --attribute path=/api/items
+
+  In a pull request: exit code 1 if the new limits deny more than this, and a summary:
+    tidegate simulate --access-log access.log --config tidegate.yaml --markdown \\
+      --expect 'per-address.denied<0.1%' --expect-key '66.249.66.1 denied=0'
+
+  Clients that send denied requests again:
+    tidegate simulate --access-log access.log --config tidegate.yaml --retry backoff")]
 pub struct SimulateCommand {
     #[command(flatten)]
     traffic: TrafficFlags,
@@ -63,11 +78,35 @@ pub struct SimulateCommand {
     #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
 
+    /// Print the tables in Markdown
+    #[arg(long, value_parser = FalseyValueParser::new(), conflicts_with = "json")]
+    markdown: bool,
+
+    /// Number of keys in a table, those with most denials first
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    top: usize,
+
+    /// Exit with code 1 unless this holds: POLICY.COUNT or COUNT (of all requests), an operator
+    /// (< <= = >= >), and a number or percentage. Counts of a policy are requests, admitted, denied,
+    /// over, under, keys, `denied_keys`; those of all requests also `shadow_denied`, `newly_denied`
+    #[arg(long, value_name = "CONDITION", value_parser = Expectation::parse)]
+    expect: Vec<Expectation>,
+
+    /// Exit with code 1 unless this holds for a key: KEY, and a condition on requests, admitted or
+    /// denied
+    #[arg(long, value_name = "CONDITION", value_parser = Expectation::parse_key)]
+    expect_key: Vec<Expectation>,
+
+    /// Write the counts of all keys as CSV
+    #[arg(long, value_name = "FILE")]
+    keys_csv: Option<PathBuf>,
+
     /// Write a picture: admitted and denied requests over time, and the limit
     #[arg(long, value_name = "FILE", env = "TIDEGATE_SVG")]
     svg: Option<PathBuf>,
 
-    /// Write each decision as a JSON line, as the HTTP API answers it
+    /// Write each decision as a JSON line: the time, line, method, path and keys of the request, and
+    /// the answer of the HTTP API
     #[arg(long, value_name = "FILE", env = "TIDEGATE_DECISIONS")]
     decisions: Option<PathBuf>,
 }
@@ -110,8 +149,12 @@ struct TrafficFlags {
     #[arg(long = "attribute", value_name = "NAME=VALUE", value_parser = attribute)]
     attributes: Vec<(String, String)>,
 
+    /// Clients send a denied request again, at most 10 times
+    #[arg(long, value_name = "WHEN", conflicts_with = "what_if")]
+    retry: Option<RetryKind>,
+
     #[command(flatten)]
-    logs: AccessLogs,
+    logs: LogArgs,
 }
 
 #[derive(Debug, Args)]
@@ -169,7 +212,8 @@ impl SimulateCommand {
         };
         let svg = create("--svg", &self.svg)?;
         let mut decisions = create("--decisions", &self.decisions)?;
-        let report = self.traffic.replay(simulation, &known, decisions.as_mut())?;
+        let keys = create("--keys-csv", &self.keys_csv)?;
+        let mut report = self.traffic.replay(simulation, &known, decisions.as_mut())?;
         if let Some(error) = report.undecided() {
             bail!("no request could be decided: {error}");
         }
@@ -189,8 +233,18 @@ impl SimulateCommand {
         if let Some(file) = decisions {
             file.commit().context("--decisions")?;
         }
-        output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
-        Ok(ExitCode::SUCCESS)
+        if let Some(mut file) = keys {
+            report.write_keys(&mut file).and_then(|()| file.commit()).context("--keys-csv")?;
+        }
+        let is_as_expected = report.expect(&[self.expect, self.expect_key].concat())?;
+        output::print(self.json.then(|| report.to_json(self.top)), |output| {
+            let format = if self.markdown { PageFormat::Markdown } else { PageFormat::Terminal };
+            report.write(&mut TextPage::new(output, format), self.top)
+        })?;
+        for failure in report.failures() {
+            anstream::eprintln!("{}error:{} {failure}", style::ERROR, style::RESET);
+        }
+        Ok(if is_as_expected { ExitCode::SUCCESS } else { ExitCode::from(1) })
     }
 }
 
@@ -243,32 +297,52 @@ impl TrafficFlags {
     ) -> anyhow::Result<SimulationReport> {
         let mut traffic = TrafficSummary::default();
         let mut progress = ProgressBar::start();
+        ensure!(
+            self.load.is_some() || self.attributes.is_empty(),
+            "--attribute is for generated traffic: the requests of a log have their own"
+        );
+        let reader = self.load.is_none().then(|| self.logs.open()).transpose()?;
+        let names = reader.iter().flat_map(|reader| (0..).map(|index| reader.file_name(index)));
+        let files: Vec<String> =
+            names.take_while(|name| !name.is_empty()).map(str::to_owned).collect();
+        let mut written = Ok(());
+        let mut write = |request: &dyn TrafficRequest, outcome: &ReplayResult<'_>| {
+            if let Some(output) = output.as_deref_mut().filter(|_| written.is_ok()) {
+                written = decisions::write_line(output, request, &known.policies, &files, outcome);
+            }
+        };
         if let Some(kind) = self.load {
             let load = self.generated(kind, known)?;
             let end = load.micros().max(1);
             let period = load.period();
             traffic.generated = Some(period);
             simulation.start_at(period.0);
+            let mut clients = simulation.clients(self.retry);
             load.for_each(|request, time| {
                 progress.count(|| Some(float(time) / float(end)));
-                decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
+                traffic.count(request.time());
+                simulation.decide(request, &mut clients, &mut write);
+                Ok(())
             })?;
+            simulation.retry_before(u64::MAX, &mut clients, &mut write);
+            written.context("--decisions")?;
             ensure!(traffic.requests > 0, "the load has no request: raise --rate or --duration");
             return Ok(simulation.into_report(traffic));
         }
-        ensure!(
-            self.attributes.is_empty(),
-            "--attribute is for generated traffic: the requests of a log have their own"
-        );
-        let reader = self.logs.open()?;
+        let Some(reader) = reader else { return Ok(simulation.into_report(traffic)) };
         let bytes = reader.bytes.clone();
+        let mut clients = simulation.clients(self.retry);
         let lines = reader.for_each(|request| {
             progress.count(|| {
                 let read = bytes.read.load(Ordering::Relaxed);
                 Some(float(read) / float(bytes.total?.max(1)))
             });
-            decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
+            traffic.count(request.time());
+            simulation.decide(request, &mut clients, &mut write);
+            Ok(())
         })?;
+        simulation.retry_before(u64::MAX, &mut clients, &mut write);
+        written.context("--decisions")?;
         let refunds = known.policies.iter().any(|policy| policy.refund_on().is_some());
         let is_unknown = |name: &&String| {
             known.policies.check_attribute(name).is_err() && !(refunds && *name == "status")
@@ -296,21 +370,4 @@ impl TrafficFlags {
         load.check()?;
         Ok(load)
     }
-}
-
-/// Decides one request, and writes the decision of the first configuration.
-fn decide(
-    simulation: &mut Simulation,
-    traffic: &mut TrafficSummary,
-    request: &impl TrafficRequest,
-    output: Option<&mut OutputFile>,
-) -> anyhow::Result<()> {
-    traffic.count(request.time());
-    let mut written = Ok(());
-    simulation.decide(request, |outcome| {
-        if let Some(output) = output {
-            written = decisions::write_line(output, outcome);
-        }
-    });
-    written.context("--decisions")
 }

@@ -13,10 +13,10 @@ use tidegate_api::duration;
 /// Clock that one thread sets. Unlike [`ManualClock`](tidegate::ManualClock) it has no sleepers to
 /// wake, so that setting it costs nothing. A sleep moves it.
 #[derive(Debug, Clone, Default)]
-pub(super) struct VirtualClock(Arc<AtomicU64>);
+pub(crate) struct VirtualClock(Arc<AtomicU64>);
 
 impl VirtualClock {
-    pub(super) fn set(&self, micros: u64) {
+    pub(crate) fn set(&self, micros: u64) {
         self.0.store(micros, Ordering::Relaxed);
     }
 }

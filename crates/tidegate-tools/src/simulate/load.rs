@@ -61,7 +61,7 @@ pub struct GeneratedLoad {
 }
 
 /// Request of a generated load.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LoadRequest<'a> {
     time: u64,
     key: u64,
@@ -116,9 +116,9 @@ impl GeneratedLoad {
     }
 
     /// Calls `on_request` with each request, in the order of their times.
-    pub fn for_each(
-        &self,
-        mut on_request: impl FnMut(&LoadRequest<'_>, u64) -> anyhow::Result<()>,
+    pub fn for_each<'a>(
+        &'a self,
+        mut on_request: impl FnMut(&LoadRequest<'a>, u64) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let mut random = SeededRandom::new(self.seed);
         let zipf = Zipf::new(self.keys, self.zipf);

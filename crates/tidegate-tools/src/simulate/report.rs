@@ -8,20 +8,20 @@ use serde_json::{Value, json};
 use tidegate::Quota;
 use tidegate_config::duration::readable;
 
+use super::expect::{CheckedExpectation, Expectation};
 use super::log::LineCounts;
 use super::run::VariantRun;
 use super::series::Series;
-use super::tally::{HEAVIEST_KEYS, PolicyTally};
+use super::tally::{KeyTally, PolicyTally};
 use super::what_if::Comparison;
-use crate::tool::style;
-use crate::tool::table::TextTable;
-use crate::tool::text::grouped;
+use crate::tool::table::{TextPage, TextTable};
+use crate::tool::text::{grouped, printable};
 use tidegate_api::duration;
 
 /// Maximum number of policies whose heaviest keys the tables show; JSON has all.
 const MAX_KEY_TABLES: usize = 5;
 /// Maximum number of characters of a key in a table.
-const MAX_KEY_CHARACTERS: usize = 60;
+pub(crate) const MAX_KEY_CHARACTERS: usize = 60;
 
 /// Facts about the traffic.
 #[derive(Debug, Default)]
@@ -55,9 +55,25 @@ pub struct SimulationReport {
     pub(super) runs: Vec<VariantRun>,
     pub(super) comparison: Option<Comparison>,
     pub(super) traffic: TrafficSummary,
+    pub(super) expectations: Vec<CheckedExpectation>,
 }
 
 impl SimulationReport {
+    /// Compares the counts with expectations: those of the new configuration in a comparison,
+    /// otherwise those of all. Returns whether all hold.
+    pub fn expect(&mut self, expectations: &[Expectation]) -> anyhow::Result<bool> {
+        let first = usize::from(self.comparison.is_some());
+        let runs = &self.runs[first..];
+        let checked = runs.iter().flat_map(|run| expectations.iter().map(|it| it.check(self, run)));
+        self.expectations = checked.collect::<anyhow::Result<_>>()?;
+        Ok(self.expectations.iter().all(|it| it.holds))
+    }
+
+    /// Returns the expectations that fail, as lines.
+    pub fn failures(&self) -> impl Iterator<Item = String> {
+        self.expectations.iter().filter(|it| !it.holds).map(ToString::to_string)
+    }
+
     /// Returns whether no policy of a configuration applied to any request, with its name.
     pub fn unmatched(&self) -> Option<&str> {
         let is_unmatched = |run: &&VariantRun| run.counts.unlimited == run.counts.requests;
@@ -71,9 +87,9 @@ impl SimulationReport {
         run.counts.error_examples.first().map(String::as_str)
     }
 
-    /// Writes the tables.
-    pub fn write(&self, output: &mut dyn Write) -> io::Result<()> {
-        self.write_traffic(output)?;
+    /// Writes the tables, with this number of keys in each.
+    pub fn write(&self, page: &mut TextPage<'_>, top: usize) -> io::Result<()> {
+        self.write_traffic(page)?;
         for run in &self.runs {
             let counts = &run.counts;
             let of_requests = |part| percent(part, counts.requests);
@@ -88,59 +104,47 @@ impl SimulationReport {
                 (counts.shadow_denied, "denied only in shadow mode"),
                 (counts.unlimited, "without a policy"),
                 (counts.errors, "not decided"),
+                (counts.retries, "of them sent again after a denial"),
+                (counts.abandoned, "given up"),
             ] {
                 if count > 0 {
                     line.extend([", ", &grouped(count), " ", words]);
                 }
             }
-            writeln!(output, "{line}")?;
+            page.line(&line)?;
             for example in &counts.error_examples {
-                writeln!(output, "  not decided: {example}")?;
+                page.line(&format!("  not decided: {example}"))?;
             }
         }
-        writeln!(output)?;
-        self.policies().write(output)?;
+        for expectation in &self.expectations {
+            page.line(&expectation.to_string())?;
+        }
+        page.table("", &self.policies())?;
         let tallies = self.runs.iter().flat_map(|run| &run.counts.policies);
         if tallies.into_iter().any(|tally| tally.quota.is_concurrency()) {
             let reason = "the ends of the requests are not known";
-            writeln!(output, "Units in flight are released at once, because {reason}.")?;
+            page.line(&format!("Units in flight are released at once, because {reason}."))?;
         }
-        self.write_heaviest_keys(output)?;
-        self.write_comparison(output)
+        self.write_heaviest_keys(page, top)?;
+        self.write_comparison(page, top)
     }
 
-    fn write_traffic(&self, output: &mut dyn Write) -> io::Result<()> {
+    fn write_traffic(&self, page: &mut TextPage<'_>) -> io::Result<()> {
         let traffic = &self.traffic;
         let (first, last) = traffic.times.unwrap_or_default();
-        writeln!(
-            output,
-            "{}{} requests{} in {}, {} to {}",
-            style::HEADING,
+        page.heading(&format!(
+            "{} requests in {}, {} to {}",
             grouped(traffic.requests),
-            style::RESET,
             readable(Duration::from_micros(last - first)),
             utc(first),
             utc(last)
-        )?;
+        ))?;
         if let Some(lines) = &traffic.lines {
-            let mut parts = vec![format!("{} lines", grouped(lines.lines))];
-            for (count, words) in [
-                (lines.bad, "bad"),
-                (lines.reordered, "sorted into their place"),
-                (lines.late, "more than 5s late"),
-            ] {
-                if count > 0 {
-                    parts.push(format!("{} {words}", grouped(count)));
-                }
-            }
-            writeln!(output, "{}", parts.join(", "))?;
-            for example in &lines.examples {
-                writeln!(output, "  bad line {example}")?;
-            }
+            write_lines(page, lines)?;
         }
         if !traffic.ignored_columns.is_empty() {
             let columns = traffic.ignored_columns.join(", ");
-            writeln!(output, "columns that are not attributes: {columns}")?;
+            page.line(&format!("columns that are not attributes: {columns}"))?;
         }
         Ok(())
     }
@@ -194,7 +198,7 @@ impl SimulationReport {
         table
     }
 
-    fn write_heaviest_keys(&self, output: &mut dyn Write) -> io::Result<()> {
+    fn write_heaviest_keys(&self, page: &mut TextPage<'_>, top: usize) -> io::Result<()> {
         let [first, ..] = self.runs.as_slice() else { return Ok(()) };
         let used = first.counts.policies.iter().filter(|tally| tally.requests > 0);
         for tally in used.take(MAX_KEY_TABLES) {
@@ -211,7 +215,7 @@ impl SimulationReport {
                 numbers.extend(names.map(|name| format!("denied: {name}")));
             }
             let mut table = TextTable::new(&["key"], &numbers);
-            for (key, heavy) in tally.heaviest_keys() {
+            for (key, heavy) in tally.heaviest_keys(top) {
                 let shown = shown(&tally.shown(key), MAX_KEY_CHARACTERS);
                 let mut row = vec![shown, grouped(heavy.requests)];
                 if others.is_empty() {
@@ -226,76 +230,88 @@ impl SimulationReport {
                 );
                 table.add(row);
             }
-            writeln!(output)?;
-            let (bold, reset) = (style::HEADING, style::RESET);
-            writeln!(output, "{bold}heaviest keys of {}{reset}", tally.name)?;
-            table.write(output)?;
+            page.table(&format!("keys of {}, most denials first", tally.name), &table)?;
         }
         Ok(())
     }
 
-    fn write_comparison(&self, output: &mut dyn Write) -> io::Result<()> {
+    fn write_comparison(&self, page: &mut TextPage<'_>, top: usize) -> io::Result<()> {
         let (Some(comparison), [current, other, ..]) = (&self.comparison, self.runs.as_slice())
         else {
             return Ok(());
         };
-        let (bold, reset) = (style::HEADING, style::RESET);
-        writeln!(output)?;
-        writeln!(output, "{bold}With {} instead of {}{reset}", other.name, current.name)?;
-        writeln!(
-            output,
+        page.heading(&format!("With {} instead of {}", other.name, current.name))?;
+        page.line(&format!(
             "{} requests of {} keys would newly be denied, {} newly admitted",
             grouped(comparison.newly_denied),
             grouped(comparison.keys.len() as u64),
             grouped(comparison.newly_admitted)
-        )?;
+        ))?;
         if comparison.other_errors > 0 {
             let count = grouped(comparison.other_errors);
-            writeln!(output, "{count} requests can be decided with only one of them")?;
+            page.line(&format!("{count} requests can be decided with only one of them"))?;
         }
         let mut table = TextTable::new(&["policy", "key", "first", "last"], &["newly denied"]);
-        for (policy, key, denials) in comparison.heaviest_keys(HEAVIEST_KEYS) {
+        for (policy, key, denials) in comparison.heaviest_keys().into_iter().take(top) {
             table.add([
                 policy.to_owned(),
-                shown_key(other, policy, key),
+                shown(&key_of(other, policy, key), MAX_KEY_CHARACTERS),
                 utc(denials.first),
                 utc(denials.last),
                 grouped(denials.requests),
             ]);
         }
-        table.write(output)
+        page.table("", &table)
+    }
+
+    /// Writes the counts of all keys as CSV.
+    pub fn write_keys(&self, output: &mut dyn Write) -> io::Result<()> {
+        writeln!(output, "variant,policy,key,requests,admitted,denied,newly_denied")?;
+        for (number, run) in self.runs.iter().enumerate() {
+            let comparison = self.comparison.as_ref().filter(|_| number == 1);
+            for tally in &run.counts.policies {
+                for (key, counts) in tally.heaviest_keys(usize::MAX) {
+                    let newly_denied = comparison.map_or_else(String::new, |comparison| {
+                        let name = (tally.name.clone(), key.clone());
+                        comparison.keys.get(&name).map_or(0, |it| it.requests).to_string()
+                    });
+                    let [variant, policy, key] =
+                        [&run.name, &tally.name, &tally.shown(key)].map(|text| quoted(text));
+                    let KeyTally { requests, admitted, denied, .. } = counts;
+                    writeln!(
+                        output,
+                        "{variant},{policy},{key},{requests},{admitted},{denied},{newly_denied}"
+                    )?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Returns the result as one JSON object.
-    pub fn to_json(&self) -> Value {
+    pub fn to_json(&self, top: usize) -> Value {
         let (first, last) = self.traffic.times.unwrap_or_default();
         let mut report = json!({
             "requests": self.traffic.requests,
             "start": utc(first),
             "end": utc(last),
-            "variants": self.runs.iter().map(run_json).collect::<Vec<_>>(),
+            "variants": self.runs.iter().map(|run| run_json(run, top)).collect::<Vec<_>>(),
         });
         if let Some(lines) = &self.traffic.lines {
-            report["lines"] = json!({
-                "read": lines.lines,
-                "bad": lines.bad,
-                "bad_examples": lines.examples,
-                "reordered": lines.reordered,
-                "late": lines.late,
-                "ignored_columns": self.traffic.ignored_columns,
-            });
+            report["lines"] = lines_json(lines);
+            report["lines"]["ignored_columns"] = json!(self.traffic.ignored_columns);
         }
         if let (Some(comparison), [_, other, ..]) = (&self.comparison, self.runs.as_slice()) {
             let key = |(policy, key, denials): (&str, &str, super::what_if::NewDenials)| {
                 json!({
                     "policy": policy,
-                    "key": shown_key(other, policy, key),
+                    "key": key_of(other, policy, key),
                     "newly_denied": denials.requests,
                     "first": utc(denials.first),
                     "last": utc(denials.last),
                 })
             };
-            let keys = comparison.heaviest_keys(HEAVIEST_KEYS).into_iter().map(key);
+            let keys = comparison.heaviest_keys().into_iter().map(key);
             report["what_if"] = json!({
                 "newly_denied": comparison.newly_denied,
                 "newly_admitted": comparison.newly_admitted,
@@ -308,11 +324,61 @@ impl SimulationReport {
                 })),
             });
         }
+        if !self.expectations.is_empty() {
+            let expectation = |it: &CheckedExpectation| {
+                json!({
+                    "expect": it.text,
+                    "variant": it.variant,
+                    "holds": it.holds,
+                    "found": it.found,
+                })
+            };
+            report["expectations"] = self.expectations.iter().map(expectation).collect();
+        }
         report
     }
 }
 
-fn run_json(run: &VariantRun) -> Value {
+/// Writes the counts of the lines, and some bad ones.
+pub(crate) fn write_lines(page: &mut TextPage<'_>, lines: &LineCounts) -> io::Result<()> {
+    let mut parts = vec![format!("{} lines", grouped(lines.lines))];
+    for (count, words) in [
+        (lines.bad, "bad"),
+        (lines.not_http, "not HTTP, such as TLS sent to a plain port"),
+        (lines.left_out, "left out"),
+        (lines.reordered, "sorted into their place"),
+        (lines.late, "too late for that"),
+    ] {
+        if count > 0 {
+            parts.push(format!("{} {words}", grouped(count)));
+        }
+    }
+    page.line(&parts.join(", "))?;
+    for example in &lines.examples {
+        page.line(&format!("  bad line {example}"))?;
+    }
+    Ok(())
+}
+
+pub(crate) fn lines_json(lines: &LineCounts) -> Value {
+    json!({
+        "read": lines.lines,
+        "bad": lines.bad,
+        "bad_examples": lines.examples,
+        "not_http": lines.not_http,
+        "left_out": lines.left_out,
+        "reordered": lines.reordered,
+        "late": lines.late,
+    })
+}
+
+/// Quotes a field of CSV, if it needs that.
+fn quoted(text: &str) -> String {
+    let is_plain = !text.contains([',', '"', '\r', '\n']);
+    if is_plain { text.to_owned() } else { format!("\"{}\"", text.replace('"', "\"\"")) }
+}
+
+fn run_json(run: &VariantRun, top: usize) -> Value {
     let counts = &run.counts;
     json!({
         "name": run.name,
@@ -323,13 +389,15 @@ fn run_json(run: &VariantRun) -> Value {
         "without_policy": counts.unlimited,
         "undecided": counts.errors,
         "undecided_examples": counts.error_examples,
-        "policies": counts.policies.iter().map(policy_json).collect::<Vec<_>>(),
+        "retries": counts.retries,
+        "abandoned": counts.abandoned,
+        "policies": counts.policies.iter().map(|tally| policy_json(tally, top)).collect::<Vec<_>>(),
         "over_time": counts.series.as_ref().map(series_json),
     })
 }
 
-fn policy_json(tally: &PolicyTally) -> Value {
-    let heavy = tally.heaviest_keys().into_iter().map(|(key, heavy)| {
+fn policy_json(tally: &PolicyTally, top: usize) -> Value {
+    let heavy = tally.heaviest_keys(top).into_iter().map(|(key, heavy)| {
         json!({
             "key": tally.shown(key),
             "requests": heavy.requests,
@@ -387,19 +455,21 @@ pub(super) fn tally_of<'r>(run: &'r VariantRun, policy: &str) -> Option<&'r Poli
     run.counts.policies.iter().find(|tally| tally.name == policy)
 }
 
-fn shown_key(run: &VariantRun, policy: &str, key: &str) -> String {
-    if key.is_empty() {
-        return "(missing)".to_owned();
+/// Returns a key as operators see it.
+fn key_of(run: &VariantRun, policy: &str, key: &str) -> String {
+    match tally_of(run, policy) {
+        _ if key.is_empty() => "(missing)".to_owned(),
+        Some(tally) => tally.shown(key),
+        None => key.to_owned(),
     }
-    let plain = || key.to_owned();
-    let key = tally_of(run, policy).map_or_else(plain, |tally| tally.shown(key));
-    shown(&key, MAX_KEY_CHARACTERS)
 }
 
 /// Returns a text for a terminal: without control characters, and not longer than a line.
-pub(super) fn shown(text: &str, max_characters: usize) -> String {
-    let escaped: String = text.chars().take(max_characters).flat_map(char::escape_debug).collect();
-    if text.chars().nth(max_characters).is_some() { escaped + "…" } else { escaped }
+pub(crate) fn shown(text: &str, max_characters: usize) -> String {
+    match text.char_indices().nth(max_characters) {
+        Some((end, _)) => printable(&text[..end]) + "…",
+        None => printable(text),
+    }
 }
 
 pub(super) fn limit(quota: &Quota) -> String {
@@ -418,7 +488,7 @@ pub(super) fn limit(quota: &Quota) -> String {
 }
 
 /// Formats a time in microseconds since the Unix epoch.
-pub(super) fn utc(micros: u64) -> String {
+pub(crate) fn utc(micros: u64) -> String {
     let time = i64::try_from(micros).ok().and_then(|time| Timestamp::from_microsecond(time).ok());
     time.unwrap_or(Timestamp::MAX).strftime("%Y-%m-%dT%H:%M:%S.%3fZ").to_string()
 }
@@ -431,7 +501,7 @@ fn millis(micros: u64) -> Value {
 }
 
 /// Formats a part with one decimal, rounded down, except that a part above zero is not 0.0 %.
-fn percent(part: u64, whole: u64) -> String {
+pub(crate) fn percent(part: u64, whole: u64) -> String {
     let thousandths = u128::from(part) * 1_000 / u128::from(whole.max(1));
     if thousandths == 0 && part > 0 {
         return "< 0.1 %".to_owned();

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::FutureExt as _;
@@ -14,7 +14,7 @@ use tidegate::{
 use super::clock::VirtualClock;
 use super::series::Series;
 use super::tally::PolicyTally;
-use super::{TrafficRequest, Variant};
+use super::{TrafficRequest, Variant, client_address};
 
 /// Maximum number of different errors that are shown.
 const MAX_ERROR_EXAMPLES: usize = 3;
@@ -42,6 +42,9 @@ pub(super) struct RunCounts {
     /// Requests that cannot be decided: services answer them with an error.
     pub(super) errors: u64,
     pub(super) error_examples: Vec<String>,
+    /// Denied requests that clients sent again, and those that they gave up.
+    pub(super) retries: u64,
+    pub(super) abandoned: u64,
     pub(super) series: Option<Series>,
     pub(super) policies: Vec<PolicyTally>,
     by_name: HashMap<String, usize>,
@@ -72,11 +75,7 @@ impl VariantRun {
     pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> ReplayResult<'_> {
         let now = request.time();
         self.clock.set(now);
-        let attributes = RequestAttributes {
-            request,
-            client_ip: &self.client_ip,
-            lacks_address: AtomicBool::new(false),
-        };
+        let attributes = RequestAttributes::new(request, &self.client_ip);
         let query = Query::attributes(&attributes).with_cost(request.cost());
         // A memory store never waits.
         let result = self.limiter.acquire(query).now_or_never();
@@ -166,11 +165,17 @@ impl RunCounts {
 }
 
 /// Attributes of a request, with its address grouped as the configuration says.
-struct RequestAttributes<'a, R> {
+pub(crate) struct RequestAttributes<'a, R> {
     request: &'a R,
     client_ip: &'a ClientIp,
     /// Whether `ip` was read, and is unknown.
     lacks_address: AtomicBool,
+}
+
+impl<'a, R: TrafficRequest> RequestAttributes<'a, R> {
+    pub(crate) fn new(request: &'a R, client_ip: &'a ClientIp) -> Self {
+        Self { request, client_ip, lacks_address: AtomicBool::new(false) }
+    }
 }
 
 impl<R: TrafficRequest> Attributes for RequestAttributes<'_, R> {
@@ -179,16 +184,14 @@ impl<R: TrafficRequest> Attributes for RequestAttributes<'_, R> {
             return self.request.get(name);
         }
         let text = self.request.address();
-        let address = text.as_deref().and_then(|text| text.parse::<IpAddr>().ok());
-        match address {
+        let direct = text.as_deref().and_then(|text| text.parse::<Ipv4Addr>().ok());
+        if direct.is_some_and(|address| !self.client_ip.trusts(address.into())) {
             // An address of IPv4 has only one spelling.
-            Some(IpAddr::V4(_)) => text,
-            Some(address) => Some(Cow::Owned(self.client_ip.group(address))),
-            None => {
-                self.lacks_address.store(true, Ordering::Relaxed);
-                None
-            }
+            return text;
         }
+        let client = client_address(self.request, self.client_ip);
+        self.lacks_address.fetch_or(client.is_none(), Ordering::Relaxed);
+        client.map(|client| Cow::Owned(self.client_ip.group(client)))
     }
 
     fn is_ambiguous(&self, name: &str) -> bool {

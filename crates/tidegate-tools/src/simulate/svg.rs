@@ -12,6 +12,7 @@ use tidegate_config::duration::readable;
 use super::report::{SimulationReport, limit, utc};
 use super::series::{Bin, Series};
 use super::tally::PolicyTally;
+use crate::tool::table::html as escaped;
 use crate::tool::text::grouped;
 use tidegate_api::duration;
 
@@ -41,17 +42,47 @@ const TICK_STEPS: [u64; 24] = [
 /// Further steps, in days.
 const TICK_DAYS: [u64; 3] = [2, 10, 100];
 
-const STYLE: &str = "\
-:root{--back:#ffffff;--text:#1f2328;--muted:#59636e;--grid:#d1d9e0;--admitted:#2da44e;\
---denied:#cf222e;--over:#bf5700;--limit:#8250df}\
-@media(prefers-color-scheme:dark){:root{--back:#0d1117;--text:#e6edf3;--muted:#9198a1;\
---grid:#3d444d;--admitted:#3fb950;--denied:#f85149;--over:#f0883e;--limit:#a371f7}}\
-.back{fill:var(--back)}text{fill:var(--text);font:12px system-ui,sans-serif}\
-.title{font-weight:600;font-size:14px}.muted{fill:var(--muted)}.end{text-anchor:end}\
-.middle{text-anchor:middle}.grid{stroke:var(--grid);stroke-width:1}.admitted{fill:var(--admitted)}\
-.denied{fill:var(--denied)}.over{fill:var(--over)}\
-.limit{stroke:var(--limit);stroke-width:1.5;stroke-dasharray:6 4}.limit-text{fill:var(--limit)}\
-.boundary{stroke:var(--muted);stroke-width:1;stroke-dasharray:1 3}";
+/// Colours in dark mode. Those of light mode are attributes, because renderers without variables or
+/// style sheets, such as librsvg, would draw black on black.
+pub(crate) const STYLE: &str = "\
+@media(prefers-color-scheme:dark){.back{fill:#0d1117}text{fill:#e6edf3}.muted{fill:#9198a1}\
+.grid{stroke:#3d444d}.boundary{stroke:#9198a1}.admitted{fill:#3fb950}.denied{fill:#f85149}\
+.over{fill:#f0883e}.limit{stroke:#a371f7}.limit-text{fill:#a371f7}}";
+
+/// Returns the attributes of an element with these classes.
+pub(crate) fn paint(classes: &str) -> String {
+    let mut attributes = format!("class=\"{classes}\"");
+    for class in classes.split(' ') {
+        attributes += match class {
+            "back" => " fill=\"#ffffff\"",
+            "title" => " font-weight=\"600\" font-size=\"14\"",
+            "muted" => " fill=\"#59636e\"",
+            "end" => " text-anchor=\"end\"",
+            "middle" => " text-anchor=\"middle\"",
+            "grid" => " stroke=\"#d1d9e0\"",
+            "admitted" => " fill=\"#2da44e\"",
+            "denied" => " fill=\"#cf222e\"",
+            "over" => " fill=\"#bf5700\"",
+            "limit" => " stroke=\"#8250df\" stroke-width=\"1.5\" stroke-dasharray=\"6 4\"",
+            "limit-text" => " fill=\"#8250df\"",
+            "boundary" => " stroke=\"#59636e\" stroke-dasharray=\"1 3\"",
+            _ => "",
+        };
+    }
+    attributes
+}
+
+/// Starts a picture of this size, whose texts are dark by default.
+pub(crate) fn start_picture(width: f64, height: f64, title: &str) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
+         width=\"{width}\" height=\"{height}\" role=\"img\" fill=\"#1f2328\" \
+         font-family=\"system-ui,sans-serif\" font-size=\"12\">\n<title>{}</title>\n\
+         <style>{STYLE}</style>\n<rect {} width=\"100%\" height=\"100%\"/>\n",
+        escaped(title),
+        paint("back")
+    )
+}
 
 /// One policy of one configuration.
 struct Panel<'r> {
@@ -67,6 +98,8 @@ struct Scale {
     start: u64,
     /// Microseconds that are the full width.
     span: u64,
+    /// Whether the times of the axis are those of a log, not those since the start.
+    is_dated: bool,
     /// Requests of a bin that are the full height.
     highest: u64,
     /// Thousandths of a limit that are the full height.
@@ -79,19 +112,10 @@ pub fn draw(report: &SimulationReport) -> String {
     let span = (end - start).max(1);
     let panels = panels(report, span);
     let height = HEADER + PANEL * panels.len() as f64;
-    let mut svg = String::new();
     let title = format!("{} requests", grouped(report.traffic.requests));
     let (first, last) = report.traffic.times.unwrap_or_default();
     let period = format!("{title}, {} to {}", utc(first), utc(last));
-    // Writing to a string never fails.
-    let _ = write!(
-        svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
-         width=\"{WIDTH}\" height=\"{height}\" role=\"img\">\n<title>{}</title>\n\
-         <style>{STYLE}</style>\n\
-         <rect class=\"back\" width=\"100%\" height=\"100%\"/>\n",
-        escaped(&period)
-    );
+    let mut svg = start_picture(WIDTH, height, &period);
     text(&mut svg, LEFT, 22.0, "muted", &period);
     let mut x = LEFT;
     for (class, name, width) in [
@@ -99,10 +123,9 @@ pub fn draw(report: &SimulationReport) -> String {
         ("denied", "denied", 74.0),
         ("over", "above the limit", 124.0),
     ] {
-        let _ = writeln!(
-            svg,
-            "<rect class=\"{class}\" x=\"{x}\" y=\"34\" width=\"10\" height=\"10\"/>"
-        );
+        let class = paint(class);
+        // Writing to a string never fails.
+        let _ = writeln!(svg, "<rect {class} x=\"{x}\" y=\"34\" width=\"10\" height=\"10\"/>");
         text(&mut svg, x + 15.0, 43.0, "muted", name);
         x += width;
     }
@@ -113,6 +136,7 @@ pub fn draw(report: &SimulationReport) -> String {
     let scale = Scale {
         start,
         span,
+        is_dated: report.traffic.generated.is_none(),
         highest: panels.iter().map(Panel::highest).max().unwrap_or(1),
         peak: panels.iter().map(Panel::peak).max().unwrap_or(0).max(1_000),
     };
@@ -139,6 +163,7 @@ fn panels(report: &SimulationReport, span: u64) -> Vec<Panel<'_>> {
                 algorithm if algorithm == name => name,
                 algorithm => format!("{name} · {algorithm}"),
             };
+            let title = if tally.is_shadow { title + " · shadow mode" } else { title };
             panels.push(Panel { title, tally, series: tally.series.clone() });
         }
     }
@@ -185,7 +210,7 @@ impl Panel<'_> {
     }
 
     fn draw(&self, svg: &mut String, top: f64, scale: Scale) {
-        let Scale { start, span, highest, peak } = scale;
+        let Scale { start, span, is_dated, highest, peak } = scale;
         let Self { title, tally, series } = self;
         let quota = limit(&tally.quota);
         text(svg, LEFT, top + 16.0, "title", title);
@@ -237,13 +262,40 @@ impl Panel<'_> {
         let mut steps = TICK_STEPS.into_iter().chain(days);
         let step = steps.find(|step| milliseconds / step < MAX_TICKS);
         let step = step.unwrap_or(milliseconds.max(1));
-        for tick in 0..=milliseconds / step {
-            let time = Duration::from_millis(tick * step);
-            let x = LEFT + (tick * step * 1_000) as f64 * time_scale;
-            let class = if tick == 0 { "muted" } else { "muted middle" };
-            text(svg, x, base + 16.0, class, &readable(time));
+        let first = if is_dated { (start / 1_000).next_multiple_of(step) * 1_000 } else { start };
+        let mut day = String::new();
+        for tick in (first..=start + span).step_by(usize::try_from(step * 1_000).unwrap_or(1)) {
+            let x = LEFT + (tick - start) as f64 * time_scale;
+            let class = if tick == start { "muted" } else { "muted middle" };
+            let label = if is_dated {
+                date_label(tick, step, &mut day)
+            } else {
+                readable(Duration::from_micros(tick - start))
+            };
+            text(svg, x, base + 16.0, class, &label);
         }
     }
+}
+
+/// Returns the label of a time on an axis with this step in milliseconds: the day where it differs
+/// from that of the label before, and the time of day unless the step is in days.
+fn date_label(micros: u64, step: u64, day: &mut String) -> String {
+    let time = jiff::Timestamp::from_microsecond(i64::try_from(micros).unwrap_or(0));
+    let time = time.unwrap_or_default();
+    let date = time.strftime("%b %-d").to_string();
+    let clock = match step {
+        step if step >= 86_400_000 => return date,
+        step if step >= 60_000 => "%H:%M",
+        step if step >= 1_000 => "%H:%M:%S",
+        _ => "%H:%M:%S%.3f",
+    };
+    let clock = time.strftime(clock).to_string();
+    if *day == date {
+        return clock;
+    }
+    let label = format!("{date} {clock}");
+    *day = date;
+    label
 }
 
 /// Draws a bar for each bin, as the outline of all of them. `height` is that above the base.
@@ -274,12 +326,12 @@ fn bars(
         drawn = y;
     }
     if !path.is_empty() {
-        let _ = writeln!(svg, "<path class=\"{class}\" d=\"{path}\"/>");
+        let _ = writeln!(svg, "<path {} d=\"{path}\"/>", paint(class));
     }
 }
 
 /// Formats a coordinate with at most one decimal.
-fn short(number: f64) -> String {
+pub(crate) fn short(number: f64) -> String {
     let text = format!("{number:.1}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
 }
@@ -287,37 +339,21 @@ fn short(number: f64) -> String {
 /// Draws the boundary between two windows.
 fn vertical(svg: &mut String, x: f64, top: f64, bottom: f64) {
     let (x, top, bottom) = (short(x), short(top), short(bottom));
-    let _ = writeln!(svg, "<path class=\"boundary\" d=\"M{x} {top}V{bottom}\"/>");
+    let _ = writeln!(svg, "<path {} d=\"M{x} {top}V{bottom}\"/>", paint("boundary"));
 }
 
 fn horizontal(svg: &mut String, class: &str, y: f64) {
     let end = LEFT + PLOT_WIDTH;
     let _ = writeln!(
         svg,
-        "<line class=\"{class}\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>"
+        "<line {} x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>",
+        paint(class)
     );
 }
 
-fn text(svg: &mut String, x: f64, y: f64, class: &str, text: &str) {
+pub(crate) fn text(svg: &mut String, x: f64, y: f64, class: &str, text: &str) {
     let text = escaped(text);
-    let _ = writeln!(svg, "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\">{text}</text>");
-}
-
-/// Escapes a text for XML. Characters that XML does not allow are replaced.
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for character in text.chars() {
-        match character {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            '\u{fffe}' | '\u{ffff}' => escaped.push(char::REPLACEMENT_CHARACTER),
-            control if control.is_control() => escaped.push(char::REPLACEMENT_CHARACTER),
-            other => escaped.push(other),
-        }
-    }
-    escaped
+    let _ = writeln!(svg, "<text {} x=\"{x:.1}\" y=\"{y:.1}\">{text}</text>", paint(class));
 }
 
 /// Formats a number with about three digits.
@@ -356,6 +392,6 @@ mod tests {
         let mut svg = String::new();
         bars(&mut svg, "admitted", &bins, 10.0, 100.0, |bin| bin.admitted as f64);
         let outlines = "M74 100V98H94V95H104V100zM124 100V99H134V100z";
-        assert_eq!(svg, format!("<path class=\"admitted\" d=\"{outlines}\"/>\n"));
+        assert_eq!(svg, format!("<path {} d=\"{outlines}\"/>\n", paint("admitted")));
     }
 }

@@ -8,8 +8,6 @@ use super::series::Series;
 use tidegate_api::duration;
 use tidegate_config::key_hash;
 
-/// Number of keys that the report shows.
-pub(super) const HEAVIEST_KEYS: usize = 10;
 /// Size of a key in the memory store, and of a request in a sliding log.
 const KEY_BYTES: u64 = 40;
 const LOG_ENTRY_BYTES: u64 = 16;
@@ -193,17 +191,17 @@ impl PolicyTally {
         self.keys.values().filter(|tally| tally.denied > 0).count()
     }
 
-    /// Returns the keys with most requests, the heaviest first.
-    pub(super) fn heaviest_keys(&self) -> Vec<(&String, &KeyTally)> {
+    /// Returns the keys with most denials, and of equal ones those with most requests.
+    pub(super) fn heaviest_keys(&self, count: usize) -> Vec<(&String, &KeyTally)> {
         let mut keys: Vec<(&String, &KeyTally)> = self.keys.iter().collect();
         // The key makes the order of equal ones the same in each run.
         let order = |a: &(&String, &KeyTally), b: &(&String, &KeyTally)| {
-            b.1.requests.cmp(&a.1.requests).then_with(|| a.0.cmp(b.0))
+            (b.1.denied, b.1.requests, a.0).cmp(&(a.1.denied, a.1.requests, b.0))
         };
-        if keys.len() > HEAVIEST_KEYS {
-            keys.select_nth_unstable_by(HEAVIEST_KEYS, order);
-            keys.truncate(HEAVIEST_KEYS);
+        if (1..keys.len()).contains(&count) {
+            keys.select_nth_unstable_by(count, order);
         }
+        keys.truncate(count);
         keys.sort_unstable_by(order);
         keys
     }

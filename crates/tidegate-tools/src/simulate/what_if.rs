@@ -56,8 +56,8 @@ impl Comparison {
         }
     }
 
-    /// Returns the keys with most such requests: policy, key and counts.
-    pub(super) fn heaviest_keys(&self, count: usize) -> Vec<(&str, &str, NewDenials)> {
+    /// Returns the keys, those with most such requests first: policy, key and counts.
+    pub(super) fn heaviest_keys(&self) -> Vec<(&str, &str, NewDenials)> {
         let mut keys: Vec<(&str, &str, NewDenials)> = self
             .keys
             .iter()
@@ -66,7 +66,6 @@ impl Comparison {
         keys.sort_unstable_by_key(|(policy, key, denials)| {
             (Reverse(denials.requests), *policy, *key)
         });
-        keys.truncate(count);
         keys
     }
 }
