@@ -169,6 +169,9 @@ fn members_and_columns_are_named_by_the_user() {
     for (key, value) in [("ip", "203.0.113.9"), ("path", "/a"), ("header.x-tenant", "acme")] {
         assert_eq!(keys_with(&flags, key, json), [value], "{key}");
     }
+    // Where a member is named, a method is not needed.
+    let json = "{\"time\":\"2026-11-16T07:44:08Z\",\"ip\":\"203.0.113.9\",\"what\":\"/a\"},\n";
+    assert_eq!(keys_with(&["--field", "target=.what"], "path", json), ["/a"]);
     let csv = "when;who;method;path\n2026-11-16 07:44:08;203.0.113.9;GET;/a\n";
     let flags = ["--field", "time=when", "--field", "ip=who"];
     assert_eq!(keys_with(&flags, "ip", csv), ["203.0.113.9"]);

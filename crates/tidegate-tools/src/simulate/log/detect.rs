@@ -195,6 +195,7 @@ impl Detector {
             }
             Layout::Members(members, inner) if strictness == Strictness::Whole => {
                 let mut parts = LineParts::new(&mut record, false);
+                parts.required = if self.named.is_empty() { 2 } else { 1 };
                 members.scan(rest, &mut parts).ok()?;
                 let message = parts.take(Core::Message);
                 if parts
@@ -285,7 +286,9 @@ impl LineFormat {
         let mut parts = LineParts::new(record, only_time);
         match &mut self.layout {
             Layout::Text(format) => {
-                parts.needs_request = format.has(Core::Request) || format.has(Core::Method);
+                if !format.has(Core::Request) && !format.has(Core::Method) {
+                    parts.required = 1;
+                }
                 format.scan(rest, &mut parts).map_err(LineError::Bad)?;
             }
             Layout::Columns(columns) => {
@@ -302,10 +305,11 @@ impl LineFormat {
                     }
                     return Err(LineError::Comment);
                 }
-                parts.needs_request = false;
+                parts.required = 0;
                 columns.scan(rest, &mut parts).map_err(LineError::Bad)?;
             }
             Layout::Members(members, inner) => {
+                parts.required = if self.named.is_empty() { 2 } else { 1 };
                 members.scan(rest, &mut parts).map_err(LineError::Bad)?;
                 if let Some(inner) = inner {
                     let message = parts.take(Core::Message);

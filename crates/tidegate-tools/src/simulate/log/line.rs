@@ -30,13 +30,13 @@ pub(super) struct LineParts<'l, 'r> {
     record: &'r mut Record,
     /// Whether only the time is needed.
     pub(super) only_time: bool,
-    /// Whether a line without a method or a path is not a request.
-    pub(super) needs_request: bool,
+    /// How many of a method and a target a request must have.
+    pub(super) required: usize,
 }
 
 impl<'l, 'r> LineParts<'l, 'r> {
     pub(super) fn new(record: &'r mut Record, only_time: bool) -> Self {
-        Self { core: [const { None }; Core::COUNT], record, only_time, needs_request: true }
+        Self { core: [const { None }; Core::COUNT], record, only_time, required: 2 }
     }
 
     pub(super) fn into_record(self) -> &'r mut Record {
@@ -127,7 +127,8 @@ impl<'l, 'r> LineParts<'l, 'r> {
         let method = method.as_deref().or(split.map(|(method, _)| method));
         let target = target.as_deref().or(split.map(|(_, target)| target));
         let is_empty = |text: &str| text.is_empty() || text == "-";
-        if !self.needs_request && line.is_none() && (method.is_none() || target.is_none()) {
+        let count = usize::from(method.is_some()) + usize::from(target.is_some());
+        if line.is_none() && count < 2 && count >= self.required {
             self.record.push("method", method.unwrap_or_default());
             self.record.push("target", target.unwrap_or_default());
             return Ok(());

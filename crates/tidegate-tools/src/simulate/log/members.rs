@@ -66,7 +66,8 @@ impl Members {
             Syntax::Json if parts.only_time && self.scan_time(line, parts).is_some() => Ok(()),
             Syntax::Json => {
                 self.path.clear();
-                let line = line.trim_ascii();
+                // Some exports are a list with one object per line.
+                let line = line.trim_ascii().trim_end_matches(',');
                 let rest = line.starts_with('{').then(|| self.value(line, 0, parts)).flatten();
                 rest.filter(|rest| rest.is_empty()).map(|_| ()).ok_or(NOT_JSON)
             }

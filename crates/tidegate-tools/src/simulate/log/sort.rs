@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 /// Maximum number of bytes of lines in memory. More are sorted in parts of a temporary file.
-const MAX_BYTES: usize = 64 * 1024 * 1024;
+const MAX_BYTES: usize = 32 * 1024 * 1024;
 /// Size of a read of each part.
 const PART_BLOCK_BYTES: usize = 64 * 1024;
 
@@ -172,10 +172,10 @@ mod tests {
             expected.push((time, number, line));
         }
         expected.sort();
-        let mut sorted = sorter.finish().expect("parts");
+        let mut result = sorter.finish().expect("parts");
         for (_, number, line) in expected {
-            assert_eq!(sorted.next().expect("a line"), Some((number, line)));
+            assert_eq!(result.next().expect("a line"), Some((number, line)));
         }
-        assert_eq!(sorted.next().expect("the end"), None);
+        assert_eq!(result.next().expect("the end"), None);
     }
 }
