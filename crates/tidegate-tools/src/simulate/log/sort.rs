@@ -158,24 +158,24 @@ mod tests {
 
     #[test]
     fn lines_of_several_parts_are_sorted_by_time_and_number() {
-        let mut sorter = LineSorter::default();
+        let mut lines = LineSorter::default();
         let mut seed = 7_u64;
         let mut expected = Vec::new();
         for number in 1..=3_000 {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let (time, line) =
                 (seed >> 55, vec![b'x'; usize::try_from(seed >> 58).expect("small")]);
-            sorter.add(time, number, &line).expect("memory");
+            lines.add(time, number, &line).expect("memory");
             if number % 1_000 == 0 {
-                sorter.spill().expect("a temporary file");
+                lines.spill().expect("a temporary file");
             }
             expected.push((time, number, line));
         }
         expected.sort();
-        let mut result = sorter.finish().expect("parts");
+        let mut in_order = lines.finish().expect("parts");
         for (_, number, line) in expected {
-            assert_eq!(result.next().expect("a line"), Some((number, line)));
+            assert_eq!(in_order.next().expect("a line"), Some((number, line)));
         }
-        assert_eq!(result.next().expect("the end"), None);
+        assert_eq!(in_order.next().expect("the end"), None);
     }
 }
