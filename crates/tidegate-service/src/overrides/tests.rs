@@ -247,10 +247,11 @@ async fn lost_and_unreachable_redis() {
             "acme",
             state.backend.clock().now(),
         );
-        let Some(OverrideEffect::Quota(quota)) = found.map(|it| it.effect) else {
+        let Some(OverrideEffect::Quota(numbers)) = found.map(|it| it.effect) else {
             panic!("it is still known");
         };
-        assert_eq!(quota.limit(), 300);
+        let policy = state.active().policies().get("per-user").expect("known").clone();
+        assert_eq!(numbers.applied_to(policy.quota(), &policy).limit(), 300);
     }
     redis.restart();
     for state in [&here, &there] {

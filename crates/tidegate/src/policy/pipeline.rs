@@ -6,7 +6,7 @@ use std::task::Poll;
 use std::time::Instant;
 
 use super::decisions::is_denied;
-use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
+use super::{Enforcement, Observer, Policy, PolicyDecision, PolicyLimiter};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::{Clock, Timestamp};
 use crate::hold::{HoldStatus, HoldTerms};
@@ -248,9 +248,8 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     /// Gives a charge the quota by which its units are returned, if its policy has several.
     pub(super) fn with_quota_of_refund<'b>(&'b self, charge: &Charge<'b>) -> Charge<'b> {
         let policy = self.policies().get(charge.policy()).filter(|it| it.has_several_quotas());
-        let quota = policy.map(|policy| policy.quotas.of_refund(charge.key()));
-        // That of an override may be larger.
-        let quota = quota.filter(|quota| quota.burst() > charge.quota().burst());
+        let larger = |policy: &'b Policy| policy.quotas.larger_than(charge.quota(), charge.key());
+        let quota = policy.and_then(larger);
         quota.map_or(*charge, |quota| charge.with_quota(quota))
     }
 
