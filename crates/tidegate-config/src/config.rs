@@ -239,7 +239,11 @@ fn validate(
     }
     if let StoreConfig::Memory(settings) = &store {
         warnings.extend(warning::of_logs(document.name(), &policies, settings.max_keys, line));
-        warnings.extend(warning::of_long_windows(document.name(), &policies, line));
+        let rules = envoy.rules.rules().filter_map(|rule| match &rule.limit {
+            Limit::Quota(_, quota) => Some((rule.path.as_str(), quota.window())),
+            Limit::Zero(..) | Limit::Unlimited => None,
+        });
+        warnings.extend(warning::of_long_windows(document.name(), &policies, rules, line));
     }
     let mut files = rule_files.files;
     files.extend(rule_files.folders);

@@ -552,7 +552,7 @@ impl MetricsSection for Overrides {
         let numbers = [
             ("tidegate_overrides", "gauge", "Overrides that are set.", active),
             ("tidegate_overrides_lost_total", "counter",
-                "Overrides that ended because Redis has lost them.",
+                "Overrides that ended or changed because Redis has lost data.",
                 self.lost.load(Ordering::Relaxed)),
         ];
         write_numbers(text, &numbers);

@@ -147,7 +147,10 @@ impl RuntimeOverride {
                 Some(PreparedCharge::of_policy(policy, key, quota, cost))
             }
             OverrideEffect::Unlimited => None,
-            OverrideEffect::Block => Some(PreparedCharge::blocked(policy, key, self.wait(now))),
+            OverrideEffect::Block => {
+                let (quota, wait) = (policy.quota_for(key), self.wait(now));
+                Some(PreparedCharge::blocked(policy, key, quota, wait))
+            }
         }
     }
 }

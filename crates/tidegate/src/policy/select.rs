@@ -478,7 +478,7 @@ impl Policy {
                 OverrideEffect::Unlimited => return Ok(()),
                 OverrideEffect::Block => {
                     let wait = found.wait(overrides.now());
-                    selection.charges.push(PreparedCharge::blocked(self, key, wait));
+                    selection.charges.push(PreparedCharge::blocked(self, key, selected, wait));
                     return Ok(());
                 }
             }

@@ -136,6 +136,23 @@ async fn unlimited_key_is_not_counted_and_the_denial_of_a_blocked_one_has_its_wa
 }
 
 #[tokio::test]
+async fn wait_of_a_blocked_key_is_that_of_its_own_limit_if_it_is_longer() {
+    let it = setup(|policy| policy);
+    let _ = it.act(Action::Acquire, Query::policy("p", "ann").with_cost(10)).await;
+    let own = it.act(Action::Acquire, Query::policy("p", "ann")).await.retry_after;
+    it.set("*", OverrideEffect::Block, Some(Duration::from_secs(2)));
+    let ann = attributes(&[("header.x-user", "ann")]);
+    for query in [Query::policy("p", "ann"), Query::attributes(&ann)] {
+        let blocked = it.act(Action::Acquire, query).await;
+        assert_eq!((blocked.retry_after, blocked.source), (own, Source::Override));
+    }
+    let free = it.act(Action::Acquire, Query::policy("p", "new")).await;
+    assert_eq!(free.retry_after, Duration::from_secs(2));
+    it.clock.advance(own);
+    assert!(it.act(Action::Acquire, Query::policy("p", "ann")).await.allowed);
+}
+
+#[tokio::test]
 async fn shadow_policy_that_blocks_denies_nothing() {
     let it = setup(|policy| policy.mode(Mode::Shadow));
     it.set("*", OverrideEffect::Block, None);
