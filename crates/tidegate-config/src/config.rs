@@ -79,6 +79,8 @@ pub struct Config {
     /// Short hash of each section of the file, and of Envoy's rules. A hash is too short to find a
     /// secret by trying values.
     pub sections: BTreeMap<String, String>,
+    /// Fields of each policy, by its name, as they are written.
+    pub policy_fields: BTreeMap<String, serde_json::Map<String, serde_json::Value>>,
 }
 
 /// Sampling of the log lines of denied requests.
@@ -244,7 +246,11 @@ fn validate(
     }
     if let StoreConfig::Memory(settings) = &store {
         warnings.extend(warning::of_logs(document.name(), &policies, settings.max_keys, line));
-        warnings.extend(warning::of_long_windows(document.name(), &policies, line));
+        let rules = envoy.rules.rules().filter_map(|rule| match &rule.limit {
+            Limit::Quota(_, quota) => Some((rule.path.as_str(), quota.window())),
+            Limit::Zero(..) | Limit::Unlimited => None,
+        });
+        warnings.extend(warning::of_long_windows(document.name(), &policies, rules, line));
     }
     let mut files = rule_files.files;
     files.extend(rule_files.folders);
@@ -259,6 +265,7 @@ fn validate(
         _ => Vec::new(),
     };
     files.extend(auth.files.iter().cloned());
+    let written = document.without_variables().parse::<JsonMap>().unwrap_or_default();
     Ok(Config {
         listen,
         store,
@@ -280,15 +287,23 @@ fn validate(
             max_per_second: raw.max_per_second.map_or(DEFAULT_DENIALS_PER_SECOND, Bounded::get),
         }),
         hash: key_hash::of(&[text, &rule_files.texts].concat()),
-        sections: section_hashes(document, &rule_files.texts),
+        sections: section_hashes(&written, &rule_files.texts),
+        policy_fields: policy_fields(&written),
     })
 }
 
-fn section_hashes(document: &Document<'_>, rules: &str) -> BTreeMap<String, String> {
-    let sections = document.without_variables().parse::<serde_json::Map<_, _>>();
-    let sections = sections.unwrap_or_default().into_iter();
+type JsonMap = serde_json::Map<String, serde_json::Value>;
+
+fn section_hashes(sections: &JsonMap, rules: &str) -> BTreeMap<String, String> {
+    let sections = sections.iter().map(|(name, value)| (name.clone(), value));
     let rules = (!rules.is_empty()).then(|| ("envoy.files".to_owned(), key_hash::short(rules)));
     sections.map(|(name, value)| (name, key_hash::short(&value.to_string()))).chain(rules).collect()
+}
+
+fn policy_fields(sections: &JsonMap) -> BTreeMap<String, JsonMap> {
+    let policies = sections.get("policies").and_then(serde_json::Value::as_array);
+    let fields = policies.into_iter().flatten().filter_map(serde_json::Value::as_object);
+    fields.filter_map(|it| Some((it.get("name")?.as_str()?.to_owned(), it.clone()))).collect()
 }
 
 /// Returns the TLS settings of the listeners, and the files that they were loaded from.

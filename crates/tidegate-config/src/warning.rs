@@ -155,19 +155,19 @@ pub(crate) fn of_ends_without_id(
 /// Window from which on counts should survive a restart.
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// Returns a warning for each policy whose windows are so long that a restart of a store in memory
-/// matters.
-pub(crate) fn of_long_windows(
+/// Returns a warning for each policy, and each rule of Envoy, whose windows are so long that a
+/// restart of a store in memory matters.
+pub(crate) fn of_long_windows<'a>(
     file: &str,
-    policies: &Policies,
+    policies: &'a Policies,
+    rules: impl Iterator<Item = (&'a str, Duration)>,
     line: impl Fn(&str) -> Option<u64>,
 ) -> Vec<ConfigWarning> {
     let longest = |policy: &Policy| policy.quotas().map(Quota::window).max().unwrap_or_default();
-    let long = policies.iter().filter(|policy| longest(policy) >= DAY);
-    let wrong = |policy: &Policy| {
-        format!("its counts of {} end with this process", readable(longest(policy)))
-    };
-    let found: Vec<_> = long.map(|policy| (policy.name(), wrong(policy))).collect();
+    let windows = policies.iter().map(|policy| (policy.name(), longest(policy)));
+    let long = windows.chain(rules).filter(|(_, window)| *window >= DAY);
+    let wrong = |window| format!("its counts of {} end with this process", readable(window));
+    let found: Vec<_> = long.map(|(name, window)| (name, wrong(window))).collect();
     let explanation = "a restart gives every key its whole limit again: use Redis with an append-only \
                        file (store.redis)";
     grouped(file, line, &found, explanation)

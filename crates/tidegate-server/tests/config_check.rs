@@ -317,3 +317,25 @@ fn token_file_that_all_users_can_read_is_a_warning() {
         assert!(message.is_none_or(|it| it.contains("every user of this host can read")));
     }
 }
+
+#[test]
+fn a_month_of_an_envoy_rule_in_memory_is_a_warning() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let rule = |unit: &str| {
+        format!(
+            "domain: d\ndescriptors:\n  - key: k\n    rate_limit: {{unit: {unit}, requests_per_unit: 5}}\n"
+        )
+    };
+    let file = folder.path().join("tidegate.yaml");
+    std::fs::write(&file, "envoy: {rules: rules.yaml}\n").expect("written");
+    for (unit, is_warned) in [("month", true), ("hour", false)] {
+        std::fs::write(folder.path().join("rules.yaml"), rule(unit)).expect("written");
+        let checked = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(["config", "check"])
+            .arg(&file)
+            .output()
+            .expect("it runs");
+        let text = String::from_utf8_lossy(&checked.stderr).into_owned();
+        assert_eq!(text.contains("its counts of 30d end with this process"), is_warned, "{text}");
+    }
+}

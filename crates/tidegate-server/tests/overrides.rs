@@ -37,8 +37,11 @@ fn limit(service: &Service, policy: &str, key: &str) -> u64 {
 }
 
 fn run(service: &Service, arguments: &[&str]) -> (i32, String) {
+    run_command(service, &[&["override"], arguments].concat())
+}
+
+fn run_command(service: &Service, arguments: &[&str]) -> (i32, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
-        .arg("override")
         .args(arguments)
         .args(["--admin", &format!("http://{}", service.admin)])
         .output()
@@ -61,6 +64,8 @@ fn override_is_set_listed_looked_up_and_removed() {
     let result = &looked_up["results"][0];
     assert_eq!((&result["limit"], &result["override"]), (&json!(5_000), &json!(true)));
     assert_eq!(result["run_time"]["reason"], "launch");
+    let (_, text) = run_command(&service, &["lookup", "ann"]);
+    assert!(text.contains("changed at run time by 127.0.0.1: launch"), "{text}");
     service.wait_until_logged("override set");
 
     let block = json!({"policy": "per-user", "key": "*", "mode": "block", "expires_in": "never",
@@ -203,4 +208,32 @@ fn instances_share_overrides_and_a_new_one_has_them_from_its_first_request() {
         set(it, &raise("per-user", "ann", 7)).status == 503
     });
     assert_eq!(again.admin("/v1/overrides").json()["overrides"][0]["limit"], 5_000);
+}
+
+#[test]
+fn a_commit_after_an_override_of_the_window_keeps_the_count() {
+    let policies = "policies:
+  - {name: hourly, key: [header.x-user-id], algorithm: fixed-window, limit: 10, window: 1h}
+";
+    let redis = Redis::start();
+    for store in [String::new(), format!("store: {{redis: '{}', timeout: 2s}}\n", redis.url())] {
+        let service = Service::start(&format!("{store}{policies}"));
+        let daily = json!({"policy": "hourly", "key": "ann", "window": "366d", "limit": 10,
+                           "expires_in": "2h", "reason": "launch"});
+        assert_eq!(set(&service, &daily).status, 200);
+        let send = |operation: &str, fields: Value| {
+            let mut body = json!({"policy": "hourly", "key": "ann"});
+            let fields = fields.as_object().expect("fields").clone();
+            body.as_object_mut().expect("fields").extend(fields);
+            let answer = service.post(&format!("/v1/{operation}"), &body.to_string());
+            assert_eq!(answer.status, 200, "{answer:?}");
+            answer.json()["remaining"].as_u64().expect("units")
+        };
+        assert_eq!(send("acquire", json!({"cost": 5})), 5);
+        assert_eq!(send("reserve", json!({"cost": 2, "id": "a"})), 3);
+        assert_eq!(send("commit", json!({"actual": 4, "id": "a"})), 1);
+        assert_eq!(send("peek", json!({})), 0, "one more is left");
+        assert_eq!(send("refund", json!({"cost": 1, "age_ms": 500})), 2);
+        assert_eq!(send("peek", json!({})), 1);
+    }
 }

@@ -51,7 +51,10 @@ impl ConfigSummary {
     /// Summarizes a configuration.
     pub fn new(config: &Config) -> Self {
         let policies = config.policies.iter();
-        let policies = policies.map(|policy| (policy.name().to_owned(), of_policy(policy)));
+        let policies = policies.map(|policy| {
+            let written = config.policy_fields.get(policy.name());
+            (policy.name().to_owned(), of_policy(policy, written))
+        });
         let rules = config.envoy.rules.rules().map(|rule| (rule.path.clone(), of_rule(rule)));
         let mut summary = Self {
             policies: policies.chain(rules).collect(),
@@ -147,8 +150,9 @@ impl Fields {
         let mut fields = Self(BTreeMap::new());
         fields.add("algorithm", quota.algorithm().as_str());
         fields.add("limit", quota.limit().to_string());
+        let readable = || tidegate_config::duration::readable(quota.window());
         if !quota.is_concurrency() {
-            fields.add("window", tidegate_config::duration::readable(quota.window()));
+            fields.add("window", quota.calendar().map_or_else(readable, ToString::to_string));
         }
         if quota.burst() != quota.limit() {
             fields.add("burst", quota.burst().to_string());
@@ -178,7 +182,11 @@ impl Fields {
     }
 }
 
-fn of_policy(policy: &Policy) -> BTreeMap<String, String> {
+/// Returns the fields of a policy: values as they apply, and what else is written in the file.
+fn of_policy(
+    policy: &Policy,
+    written: Option<&serde_json::Map<String, serde_json::Value>>,
+) -> BTreeMap<String, String> {
     let mut fields = Fields::new(policy.quota());
     let key: Vec<&str> = policy.key().iter().map(KeySource::as_str).collect();
     fields.add("key", key.join(", "));
@@ -196,21 +204,19 @@ fn of_policy(policy: &Policy) -> BTreeMap<String, String> {
     if let Some(statuses) = policy.refund_on() {
         fields.add("refund_on", statuses.iter().collect::<Vec<_>>().join(", "));
     }
-    let text = |entries: BTreeMap<&str, String>| match entries.len() {
-        0 => String::new(),
-        _ => format!("{entries:?}"),
-    };
-    let matched = policy.conditions().map(|(name, values)| (name, format!("{values:?}")));
-    fields.add_hashed("match", &text(matched.collect()));
-    let unless: Vec<String> =
-        policy.unless().map(|entry| format!("{:?}", entry.collect::<Vec<_>>())).collect();
-    fields.add_hashed("unless", &unless.join(" "));
-    let overrides = policy.overrides().map(|(key, quota)| (key, format!("{quota:?}")));
-    fields.add_hashed("overrides", &text(overrides.collect()));
-    if let Some((attribute, quotas)) = policy.limits() {
-        let limits =
-            quotas.iter().map(|(value, quota)| (value.as_str(), quota.limit().to_string()));
-        fields.add_hashed("limits", &format!("{attribute} {}", text(limits.collect())));
+    fields.add("anchor", policy.anchor_attribute().unwrap_or_default());
+    for (name, value) in written.into_iter().flatten() {
+        let is_list_of_values = matches!(name.as_str(), "key" | "block_for" | "refund_on");
+        let is_value = !value.is_object() && !value.is_array() || is_list_of_values;
+        match name.as_str() {
+            "name" | "window" => {}
+            "cost" | "hold" if value.is_object() => {
+                fields.add(name, value.to_string().replace('"', ""));
+            }
+            _ if is_value && fields.0.contains_key(name) => {}
+            // Also those that are new: no field is left out.
+            _ => fields.add_hashed(name, &value.to_string()),
+        }
     }
     fields.0
 }
@@ -276,6 +282,46 @@ mod tests {
         assert_eq!(texts(&new, &new), [""; 0]);
         let again: ConfigSummary = serde_json::from_str(&old.to_json()).expect("our own JSON");
         assert_eq!(again, old);
+    }
+
+    #[test]
+    fn no_field_of_a_policy_is_forgotten() {
+        let month = |rest: &str| {
+            let window = format!("window: {{calendar: month, timezone: {rest}}}");
+            format!("{{name: p, key: [header.u], algorithm: fixed-window, limit: 5, {window}}}")
+        };
+        let bucket = |rest: &str| {
+            format!(
+                "{{name: p, key: [header.u], algorithm: token-bucket, limit: 5, window: 1m{rest}}}"
+            )
+        };
+        let lanes = |percent: u8| {
+            bucket(&format!(", lanes: {{attribute: header.p, S3CR3T: 100%, other: {percent}%}}"))
+        };
+        for (old, new, change) in [
+            (month("Europe/Berlin"), month("UTC"), "p: window month, Europe/Berlin → month, UTC"),
+            (
+                month("UTC, anchor: 15"),
+                month("UTC, anchor: 16"),
+                "p: window month from day 15, UTC → month from day 16, UTC",
+            ),
+            (
+                month("UTC, anchor: {attribute: header.a}"),
+                month("UTC, anchor: {attribute: header.b}"),
+                "p: anchor header.a → header.b",
+            ),
+            (lanes(50), lanes(60), "p: lanes changed"),
+            (bucket(""), bucket(", hold: {ttl: 30s}"), "p: hold → {ttl:30s}"),
+            (
+                bucket(", cost: {reserve: 1, actual: {header: x-cost}}"),
+                bucket(", cost: {reserve: 1, actual: {header: x-used}}"),
+                "p: cost {actual:{header:x-cost},reserve:1} → {actual:{header:x-used},reserve:1}",
+            ),
+        ] {
+            let [old, new] = [old, new].map(|policy| summary(&format!("  - {policy}\n"), ""));
+            assert_eq!(texts(&old, &new), [change]);
+            assert!(!old.to_json().contains("S3CR3T"), "{}", old.to_json());
+        }
     }
 
     #[test]

@@ -275,6 +275,14 @@ impl Journal {
         self.lock().published = number;
     }
 
+    /// Has the last events, up to this number of them, published again.
+    pub fn publish_again(&self, count: usize) {
+        let mut events = self.lock();
+        let first = events.kept.iter().rev().take(count).last().map(|event| event.number);
+        let before = first.map_or(0, |first| first - 1);
+        events.published = events.published.min(before);
+    }
+
     fn lock(&self) -> MutexGuard<'_, Events> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -371,6 +379,12 @@ mod tests {
         assert!(new[1].0 >= Duration::from_secs(5) && new[0].0 < Duration::from_secs(5));
         journal.set_published(1);
         assert_eq!(journal.unpublished()[0].1.number, 2);
+        journal.set_published(2);
+        assert!(journal.unpublished().is_empty());
+        journal.publish_again(1);
+        assert_eq!(journal.unpublished()[0].1.number, 2, "Redis has lost it");
+        journal.publish_again(1_000);
+        assert_eq!(journal.unpublished().len(), 2);
     }
 
     #[test]

@@ -83,6 +83,8 @@ pub enum OverrideError {
     Invalid(String),
     #[error("there is no override of this key")]
     NotFound,
+    #[error("{0}: the change may have been made nevertheless; list the overrides")]
+    Unanswered(StoreError),
     #[error("there are {MAX_OVERRIDES} overrides already: remove some, or use `*`")]
     Full,
 }
@@ -190,6 +192,14 @@ impl Table {
             Some(entry) => drop(self.entries.insert(name, entry)),
             None => drop(self.entries.remove(&name)),
         }
+    }
+
+    /// Returns the number of overrides that are in force and have no equal among these.
+    fn missing_in(&self, values: &HashMap<String, OverrideValue>) -> usize {
+        let is_missing = |(name, entry): &(&OverrideName, &Entry)| {
+            values.get(&text_of(name)) != Some(&entry.value)
+        };
+        self.entries.iter().filter(is_missing).count()
     }
 
     /// Replaces all overrides.
@@ -335,7 +345,12 @@ impl Overrides {
         };
         let name = text_of(name);
         let change = OverrideChange { name: &name, value, author: &author, ended: &ended };
-        let made = redis.store().overrides().change(&change, MAX_OVERRIDES).await?.is_some();
+        let made = redis.store().overrides().change(&change, MAX_OVERRIDES).await;
+        let made = made.map_err(|error| match error.may_have_run() {
+            true => OverrideError::Unanswered(error),
+            false => error.into(),
+        });
+        let made = made?.is_some();
         // If it fails, the next heartbeat finds the version.
         let _ = self.update().await;
         Ok(made)
@@ -349,9 +364,12 @@ impl Overrides {
     ) -> bool {
         let at = self.backend.clock().now();
         let mut table = self.table();
-        table.sweep(at);
+        if table.entries.len() >= MAX_OVERRIDES {
+            table.sweep(at);
+        }
         table.ended.clear();
         let before = table.entries.get(name).map(|entry| entry.value.clone());
+        let before = before.filter(|value| value.until.is_none_or(|until| at < until));
         let has_room = before.is_some() || table.entries.len() < MAX_OVERRIDES;
         if value.is_none() && before.is_none() || !has_room {
             return false;
@@ -379,19 +397,10 @@ impl Overrides {
         let update = redis.store().overrides().update(&known).await?;
         let mut table = self.table();
         table.updated_at = Some(Instant::now());
+        table.sweep(self.backend.clock().now());
         match update {
             OverridesUpdate::Empty => {
-                let now = self.backend.clock().now();
-                table.sweep(now);
-                let lost = table.entries.len();
-                if lost > 0 {
-                    tracing::error!(
-                        overrides = lost,
-                        "Redis has lost the overrides, which are not in force any more: set them \
-                         again, or add them to the configuration"
-                    );
-                    self.lost.fetch_add(lost as u64, Ordering::Relaxed);
-                }
+                self.report_lost(table.entries.len());
                 table.version.clear();
                 table.replace(HashMap::new());
             }
@@ -403,12 +412,27 @@ impl Overrides {
                     }
                 }
             }
-            OverridesUpdate::All { version, entries } => {
+            OverridesUpdate::All { version, is_other_history, entries } => {
+                // Of an emptied Redis that has new ones already, or one with an older snapshot.
+                if is_other_history {
+                    self.report_lost(table.missing_in(&entries));
+                }
                 table.version = version;
                 table.replace(entries);
             }
         }
         Ok(())
+    }
+
+    fn report_lost(&self, lost: usize) {
+        if lost > 0 {
+            tracing::error!(
+                overrides = lost,
+                "Redis has lost overrides, which are not in force any more: set them again, or add \
+                 them to the configuration"
+            );
+            self.lost.fetch_add(lost as u64, Ordering::Relaxed);
+        }
     }
 
     /// Follows the changes of other instances, which heartbeats announce, until the process ends.
@@ -419,9 +443,13 @@ impl Overrides {
             let is_current = {
                 let mut table = self.table();
                 table.sweep(self.backend.clock().now());
-                let extended = table.updated_at.is_some_and(|at| at.elapsed() < EXTEND_INTERVAL);
-                versions.is_none()
-                    || extended && announced.is_none_or(|version| version == table.version)
+                // Without heartbeats, nothing announces a change.
+                let (interval, is_same) = match announced {
+                    Some(version) => (EXTEND_INTERVAL, version == table.version),
+                    None => (SWEEP_INTERVAL, true),
+                };
+                let is_recent = table.updated_at.is_some_and(|at| at.elapsed() < interval);
+                versions.is_none() || is_recent && is_same
             };
             let mut interval = SWEEP_INTERVAL;
             if !is_current && let Err(error) = self.update().await {
@@ -524,7 +552,7 @@ impl MetricsSection for Overrides {
         let numbers = [
             ("tidegate_overrides", "gauge", "Overrides that are set.", active),
             ("tidegate_overrides_lost_total", "counter",
-                "Overrides that ended because Redis has lost them.",
+                "Overrides that ended or changed because Redis has lost data.",
                 self.lost.load(Ordering::Relaxed)),
         ];
         write_numbers(text, &numbers);

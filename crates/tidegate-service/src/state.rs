@@ -313,7 +313,7 @@ impl ActiveConfig {
         self.journal.record(EventKind::Reset {
             policy: policy.to_owned(),
             key: self.shown_key(policy, key.to_owned()),
-            by: caller_name(caller),
+            by: caller.author("").by,
         });
         tracing::info!(
             peer = %caller.peer,
@@ -350,7 +350,7 @@ impl ActiveConfig {
         self.journal.record(EventKind::Override {
             policy: policy.to_owned(),
             key: key.clone(),
-            by: caller_name(caller),
+            by: caller.author("").by,
             limits: limits.clone(),
             reason: set.map(|it| it.stored.author.reason.clone()),
         });
@@ -380,10 +380,4 @@ impl ActiveConfig {
         let overrides = units.filter_map(|unit| Limit::new(algorithm, 1, 1, unit).ok());
         rules.map(|rule| rule.limit.clone()).chain(overrides).collect()
     }
-}
-
-/// Returns the name of the caller's token, or the address.
-fn caller_name(caller: &Caller) -> String {
-    let token = caller.token.as_deref().map(|token| token.name().to_owned());
-    token.unwrap_or_else(|| caller.peer.to_string())
 }

@@ -86,8 +86,8 @@ impl Calendar {
     /// Creates the periods of this unit in a time zone, such as `Europe/Berlin`, from the first day
     /// of a month or from Monday.
     pub fn new(unit: CalendarUnit, timezone: &str) -> Result<Self, CalendarError> {
-        let zone =
-            TimeZone::get(timezone).map_err(|_| CalendarError::Timezone(timezone.to_owned()))?;
+        let zone = TimeZone::get(timezone).ok().filter(|zone| !zone.is_unknown());
+        let zone = zone.ok_or_else(|| CalendarError::Timezone(timezone.to_owned()))?;
         Ok(Self { unit, zone, anchor: i8::from(unit != CalendarUnit::Week) })
     }
 
@@ -282,6 +282,7 @@ mod tests {
         assert!(
             error(month, "Europe/Berlim", "1").starts_with("unknown timezone \"Europe/Berlim\"")
         );
+        assert!(error(month, "Etc/Unknown", "1").starts_with("unknown timezone"), "not UTC");
         for anchor in ["0", "32", "-1", "monday", "1.5", ""] {
             assert!(error(month, "UTC", anchor).contains("must be from 1 to 31"), "{anchor}");
         }

@@ -231,11 +231,12 @@ pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter, Permit, Reservation};
 pub use policy::{
     ATTRIBUTE_NAMES, AttributeError, AttributeNames, Attributes, Cost, DEFAULT_QUERY_TIMEOUT,
-    Enforcement, Explanation, KeySource, MissingKey, Mode, Observer, OverrideEffect, OverrideKey,
-    PathError, PathRules, PathSpelling, Policies, Policy, PolicyBuilder, PolicyDecision,
-    PolicyDecisions, PolicyError, PolicyLimiter, PolicyPart, PreparedCharge, Progress, Query,
-    QueryError, RequestLease, RuntimeOverride, RuntimeOverrides, SelectError, Selection, ShowKeys,
-    StatusSet, TRACE_TARGET, Waiting, decode_value, normalize_host, normalize_path,
+    Enforcement, Explanation, KeySource, MissingKey, Mode, Observer, OverriddenQuota,
+    OverrideEffect, OverrideKey, PathError, PathRules, PathSpelling, Policies, Policy,
+    PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, PolicyPart,
+    PreparedCharge, Progress, Query, QueryError, RequestLease, RuntimeOverride, RuntimeOverrides,
+    SelectError, Selection, ShowKeys, StatusSet, TRACE_TARGET, Waiting, decode_value,
+    normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "redis")]

@@ -62,7 +62,9 @@ pub use query::{Enforcement, PreparedCharge, Query};
 use quotas::{Quotas, ValueQuotas};
 pub use refund_on::StatusSet;
 use runtime_overrides::OverridesNow;
-pub use runtime_overrides::{OverrideEffect, OverrideKey, RuntimeOverride, RuntimeOverrides};
+pub use runtime_overrides::{
+    OverriddenQuota, OverrideEffect, OverrideKey, RuntimeOverride, RuntimeOverrides,
+};
 #[cfg(feature = "tower")]
 pub(crate) use select::whole_number;
 pub use select::{Policies, SelectError, Selection};

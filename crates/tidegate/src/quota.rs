@@ -490,6 +490,11 @@ impl Quota {
         self.calendar.as_deref()
     }
 
+    /// Returns whether a count of this quota has the same windows as one of another quota.
+    pub(crate) fn has_windows_of(&self, other: &Self) -> bool {
+        self.window_micros() == other.window_micros() && self.calendar() == other.calendar()
+    }
+
     /// Returns the capacity of a bucket; for the other algorithms, the limit. No single request can
     /// cost more.
     #[must_use]

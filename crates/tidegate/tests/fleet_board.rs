@@ -29,9 +29,11 @@ async fn texts_are_those_of_live_instances() {
     // Some servers refuse `TIME` in scripts.
     let (one, two) = (store(&redis).await, store_with(&redis, ClockSource::Estimated).await);
     let is_kept = board(&one).publish("a", "text of a", TTL, "config", "").await;
-    assert_eq!(is_kept, Ok(false), "there is no shared text yet");
-    assert_eq!(board(&one).publish("a", "text of a", TTL, "config", "shared").await, Ok(true));
-    assert_eq!(board(&two).publish("b", "text of b", TTL, "config", "").await, Ok(true));
+    assert_eq!(is_kept, Ok((false, false)), "there are no texts yet");
+    let again = board(&one).publish("a", "text of a", TTL, "config", "shared").await;
+    assert_eq!(again, Ok((true, true)));
+    let other = board(&two).publish("b", "text of b", TTL, "config", "").await;
+    assert_eq!(other, Ok((false, true)));
     board(&two).append("events", &[(TTL, "event".to_owned())]).await.expect("answered");
     assert_eq!(board(&one).events("events", 1).await.expect("answered")[0].1, "event");
     let texts = board(&two).read(&["b", "missing", "a"]).await.expect("answered");
@@ -40,7 +42,7 @@ async fn texts_are_those_of_live_instances() {
     assert_eq!(shared, [Some("shared".to_owned()), None]);
     redis.assert_every_key_expires();
     let short = Duration::from_millis(1);
-    assert_eq!(board(&one).publish("a", "text of a", short, "config", "").await, Ok(true));
+    assert_eq!(board(&one).publish("a", "text of a", short, "config", "").await, Ok((true, true)));
     until("the text of a silent instance has expired", async || {
         board(&two).read(&["a"]).await == Ok(vec![None])
     })
@@ -87,7 +89,8 @@ async fn a_user_with_the_permissions_of_decisions_may_publish() {
     redis.grant(&support::PERMISSIONS);
     let builder = RedisStore::builder(&redis.url_of_user()).timeout(TEST_TIMEOUT);
     let store = builder.connect().await.expect("our own server answers");
-    assert_eq!(board(&store).publish("a", "text", TTL, "config", "shared").await, Ok(true));
+    let published = board(&store).publish("a", "text", TTL, "config", "shared").await;
+    assert_eq!(published, Ok((false, true)));
     board(&store).append("events", &[(Duration::ZERO, "event".to_owned())]).await.expect("allowed");
     assert_eq!(board(&store).read(&["a"]).await, Ok(vec![Some("text".to_owned())]));
     assert_eq!(board(&store).events("events", 1).await.expect("allowed").len(), 1);

@@ -39,7 +39,7 @@ fn texts(entries: &HashMap<String, OverrideValue>) -> Vec<(&str, &str)> {
 
 async fn read_all(store: &RedisStore) -> (String, HashMap<String, OverrideValue>) {
     match store.overrides().update("").await.expect("read") {
-        OverridesUpdate::All { version, entries } => (version, entries),
+        OverridesUpdate::All { version, entries, .. } => (version, entries),
         other => panic!("{other:?}"),
     }
 }
@@ -130,12 +130,26 @@ async fn version_that_is_too_old_or_of_another_history_is_followed_by_all_entrie
     let (first, _) = read_all(&there).await;
     redis.query::<()>(&["FLUSHALL"]);
     set(&here, "newer", "z").await;
-    let OverridesUpdate::All { entries, .. } =
+    let OverridesUpdate::All { entries, is_other_history: true, .. } =
         there.overrides().update(&first).await.expect("read")
     else {
         panic!("{first} is of another history");
     };
     assert_eq!(texts(&entries), [("newer", "z")]);
+}
+
+#[tokio::test]
+async fn parts_that_redis_has_evicted_neither_hide_nor_revive_entries() {
+    let redis = Redis::start();
+    let (here, there) = (connect(&redis).await, connect(&redis).await);
+    set(&here, "a", "1").await;
+    redis.query::<()>(&["DEL", "rate_limit:{%alive}:overrides:changes"]);
+    let (version, entries) = read_all(&there).await;
+    assert_eq!(texts(&entries), [("a", "1")], "without the changes, too");
+    redis.query::<()>(&["DEL", "rate_limit:{%alive}:overrides:version"]);
+    assert_eq!(there.overrides().update(&version).await, Ok(OverridesUpdate::Empty));
+    set(&here, "b", "2").await;
+    assert_eq!(texts(&read_all(&there).await.1), [("b", "2")], "the first one is gone for good");
 }
 
 #[tokio::test]

@@ -242,8 +242,17 @@ fn a_rolling_change_a_failover_and_a_reset_read_as_a_story() {
     assert!(output.status.success(), "{}", text(&output));
     let output = tidegate(&two, &["reset", "ann"]);
     assert_eq!(output.status.code(), Some(1), "no units are in use: {}", text(&output));
-    let reset = format!("{second} count of ann under per-user reset by 127.0.0.1:");
+    let reset = format!("{second} count of ann under per-user reset by 127.0.0.1");
     wait_for_story(&one, std::slice::from_ref(&reset));
+    let raise = ["override", "set", "per-user", "ann", "--limit", "9", "--expires-in", "1h"];
+    let output = tidegate(&one, &[&raise[..], &["--reason", "ticket 7"]].concat());
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(tidegate(&two, &["override", "rm", "per-user", "ann"]).status.success());
+    let raised = format!(
+        "{first} override of ann under per-user set by 127.0.0.1 to {{\"limit\":9}}: ticket 7"
+    );
+    let removed = format!("{second} override of ann under per-user removed by 127.0.0.1");
+    wait_for_story(&one, &[raised.clone(), removed.clone()]);
     let replicated = |index: usize| {
         let events: Vec<String> = sentinels.servers()[index].query(&[
             "ZRANGE",
@@ -251,7 +260,7 @@ fn a_rolling_change_a_failover_and_a_reset_read_as_a_story() {
             "0",
             "-1",
         ]);
-        events.iter().any(|event| event.contains("reset by"))
+        events.iter().any(|event| event.contains("removed by"))
     };
     one.wait_until("the replicas have the events", |_| replicated(1) && replicated(2));
 
@@ -275,6 +284,8 @@ fn a_rolling_change_a_failover_and_a_reset_read_as_a_story() {
             format!("{first} configuration reloaded: per-user: limit 5 → 7"),
             format!("{second} configuration reloaded: per-user: limit 5 → 7"),
             reset,
+            raised,
+            removed,
             format!("{first} store failed, falling back"),
             recovered,
             format!("{second} stopping after "),
@@ -285,6 +296,31 @@ fn a_rolling_change_a_failover_and_a_reset_read_as_a_story() {
         let part = part.split_once(' ').map_or(part.as_ref(), |(_, rest)| rest);
         assert!(shown.contains(part), "{part:?} in\n{shown}");
     }
+}
+
+#[test]
+fn an_outage_without_requests_is_an_event_and_an_emptied_redis_gets_the_events_again() {
+    let mut redis = Redis::start_with(&["--appendonly", "no", "--save", ""]);
+    let services = [5, 5].map(|limit| Service::start(&config(&url(&redis), limit)));
+    let [one, two] = &services;
+    let names = [one, two].map(name);
+    wait_for_fleet(one, 2);
+    one.wait_until("all is well", |one| tidegate(one, &["fleet"]).status.code() == Some(0));
+    redis.kill();
+    for service in &services {
+        service.wait_until("the outage is an event", |it| {
+            it.admin("/v1/events?scope=instance").body.contains("\"outage-started\"")
+        });
+    }
+    let output = tidegate(one, &["fleet"]);
+    assert_eq!(output.status.code(), Some(1), "others are not known: {}", text(&output));
+    redis.restart();
+    // The events of before, too, and of the other instance.
+    for name in &names {
+        let events = ["started, version", "store failed, falling back", "store recovered after"];
+        wait_for_story(one, &events.map(|event| format!("{name} {event}")));
+    }
+    one.wait_until("all is well", |one| tidegate(one, &["fleet"]).status.code() == Some(0));
 }
 
 #[test]

@@ -68,14 +68,14 @@ export class OverrideForm {
     const isNumber = this.mode.value === 'limit';
     this.limit.disabled = !isNumber;
     const mode = result.run_time?.mode;
-    const before = mode !== undefined
-      ? modeText(mode)
-      : result.limit === undefined || result.window_ms === undefined
-        ? '' : format.limitText(result.limit, result.window_ms);
+    const {window_ms: window, calendar} = result;
+    const limitText = (limit: number | undefined, otherwise: string): string =>
+      limit === undefined || window === undefined
+        ? otherwise : format.limitText(limit, window, calendar);
+    const before = mode !== undefined ? modeText(mode) : limitText(result.limit, '');
     const after = !isNumber
       ? modeText(this.mode.value)
-      : result.window_ms === undefined
-        ? this.limit.value : format.limitText(Number(this.limit.value), result.window_ms);
+      : limitText(Number(this.limit.value), this.limit.value);
     const time = TIMES[this.time.value];
     const end = time === undefined
       ? 'until it is taken back' : `until ${format.dateTime(Date.now() + time)}`;

@@ -247,7 +247,12 @@ fn of_policy<'a>(
     let targets = |key: String, is_shared, only_in_use| {
         let run_time = state.overrides.in_force(policy.name(), &key);
         let is_override = run_time.is_some() || policy.override_of(&key).is_some();
-        let by_value = policy.limits().filter(|_| !is_override).map(|(_, quotas)| {
+        let has_limit = |(_, body): &(_, OverrideBody)| {
+            body.stored.limits.limit.is_some() || body.stored.limits.mode.is_some()
+        };
+        let is_only =
+            policy.override_of(&key).is_some() || run_time.as_ref().is_some_and(has_limit);
+        let by_value = policy.limits().filter(|_| !is_only).map(|(_, quotas)| {
             let mut values: Vec<_> =
                 quotas.iter().map(|(value, it)| (value.as_str(), it)).collect();
             values.sort_unstable_by_key(|(value, _)| *value);
@@ -258,7 +263,9 @@ fn of_policy<'a>(
         let target = move |(value, quota): (_, &'a Quota)| LookupTarget {
             policy: policy.name(),
             quota: match run_time.as_ref().map(|(effect, _)| effect) {
-                Some(OverrideEffect::Quota(quota)) => Cow::Owned(Quota::clone(quota)),
+                Some(OverrideEffect::Quota(numbers)) => {
+                    Cow::Owned(Quota::clone(&numbers.applied_to(quota, policy)))
+                }
                 _ => Cow::Borrowed(quota),
             },
             is_override,

@@ -30,6 +30,9 @@ impl From<OverrideError> for Problem {
             OverrideError::NotFound => Self::new(StatusCode::NOT_FOUND, error.to_string()),
             OverrideError::Full => Self::new(StatusCode::CONFLICT, error.to_string()),
             OverrideError::Invalid(reason) => Self::bad_request(reason),
+            OverrideError::Unanswered(_) => {
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 use tidegate::QueryError;
 use tidegate_api::admin::SetOverride;
+use tidegate_config::Scope;
 
 use super::command::{Command, shown};
 use super::frame::Arguments;
@@ -90,6 +91,10 @@ pub(super) async fn run(
             }
         }
         OverrideRequest::List { policy } => {
+            if let Some(token) = &caller.token {
+                let check = token.check(&[Scope::Read]);
+                check.map_err(|error| format!("NOPERM this user has no permissions: {error}"))?;
+            }
             let is_wanted = |name: &str, _: &str| policy.as_deref().is_none_or(|it| it == name);
             let (found, _) = state.overrides.list(None, MAX_LISTED, is_wanted);
             Ok(found.into_iter().map(shown).collect())

@@ -14,7 +14,8 @@ use crate::top::text::{duration, rate};
 
 /// Show all instances that share the store of a running service, and what differs between them.
 ///
-/// Exit code: 0, 1 if versions or configurations differ, or 2 on an error.
+/// Exit code: 0, 1 if versions or configurations differ or not all instances are known, or 2 on an
+/// error.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -36,8 +37,11 @@ impl FleetCommand {
         let answer = self.answer;
         let fleet = answer.ask(async |client| client.get_json("/v1/fleet").await)?;
         output::print(answer.json_of(&fleet), |output| write(output, &fleet))?;
-        let differs = instances(&fleet).any(|instance| !texts(&instance["differs"]).is_empty());
-        Ok(if differs { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+        let is_like_others = |instance: &Value| {
+            instance["name"].is_string() && texts(&instance["differs"]).is_empty()
+        };
+        let is_whole = fleet["error"].is_null() && instances(&fleet).all(is_like_others);
+        Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }
 

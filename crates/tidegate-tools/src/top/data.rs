@@ -174,6 +174,7 @@ pub(super) struct LookupResult {
     pub(super) reset_after_ms: Option<u64>,
     pub(super) in_flight: Option<InFlight>,
     pub(super) last_denial: Option<LastDenial>,
+    pub(super) run_time: Option<RunTimeOverride>,
     pub(super) reason: Option<String>,
     pub(super) error: Option<String>,
 }
@@ -183,6 +184,13 @@ pub(super) struct LookupResult {
 pub(super) struct InFlight {
     pub(super) units: u64,
     pub(super) first_end_ms: Option<u64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct RunTimeOverride {
+    pub(super) by: String,
+    pub(super) reason: String,
 }
 
 #[derive(Debug, Default, Deserialize)]

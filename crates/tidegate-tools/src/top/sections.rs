@@ -3,8 +3,8 @@
 use clap::builder::styling::Style;
 
 use super::data::{
-    HotKeyRow, InstanceRow, LastDenial, Lookup, LookupResult, NodeRow, RateSample, UpstreamRow,
-    View,
+    HotKeyRow, InstanceRow, LastDenial, Lookup, LookupResult, NodeRow, RateSample, RunTimeOverride,
+    UpstreamRow, View,
 };
 use super::draw::percentiles;
 use super::line::{DIM, PLAIN, ScreenLine};
@@ -273,6 +273,9 @@ pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<ScreenLine> {
         }
         if let Some(LastDenial { instance }) = &result.last_denial {
             items.push((DIM, format!("denied last by {instance}")));
+        }
+        if let Some(RunTimeOverride { by, reason }) = &result.run_time {
+            items.push((style::WARNING, format!("changed at run time by {by}: {reason}")));
         }
         if let Some(key) = result.key.as_ref().filter(|key| **key != lookup.key) {
             items.push((DIM, format!("counted as {key}")));

@@ -90,13 +90,13 @@ impl Policy {
                 let missing = self.missing_attribute(request).map_or("", KeySource::as_str);
                 (false, format!("key: the request has no {missing}"))
             }
-            Ok(Some((key, ..)))
+            Ok(Some((key, selected, ..)))
                 if let Some(found) =
                     request.overrides().and_then(|it| it.find(self.name(), &key)) =>
             {
                 match found.effect {
-                    OverrideEffect::Quota(quota) => {
-                        let limit = quota.limit();
+                    OverrideEffect::Quota(numbers) => {
+                        let limit = numbers.applied_to(selected, self).limit();
                         (true, format!("it matches; a run-time override sets the limit {limit}"))
                     }
                     OverrideEffect::Unlimited => {

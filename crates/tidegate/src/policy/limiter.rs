@@ -414,8 +414,8 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
                         None => return Ok(Entries::default()),
                     },
                 };
-                let charge = self.with_quota_of(action, charge);
-                Entries::one(charge.with_action(action).with_charged_at(charged_at))
+                let charge = self.with_larger_quota(charge.with_action(action));
+                Entries::one(charge.with_charged_at(charged_at))
             }
             QueryTarget::Quota { key, quota } => {
                 let charge = PreparedCharge::new(quota.default_policy_name(), key, quota)
@@ -455,31 +455,30 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
             let charge = PreparedCharge::rejected(policy, selection.missing_attribute);
             return Ok(Entries::one(charge.with_action(action)));
         }
-        let charges = selection
-            .charges
-            .into_iter()
-            .map(|charge| self.with_quota_of(action, charge).with_charged_at(charged_at));
+        let charges = selection.charges.into_iter().map(|charge| {
+            self.with_larger_quota(charge.with_action(action)).with_charged_at(charged_at)
+        });
         let shadow = selection.shadow_rejections.into_iter();
         let rejections = shadow.map(|policy| PreparedCharge::rejected(policy, None));
-        Ok(charges.chain(rejections).map(|charge| charge.with_action(action)).collect())
+        Ok(charges.chain(rejections.map(|charge| charge.with_action(action))).collect())
     }
 
-    /// Gives a refund, or an action on a hold, the quota of refunds, if the policy has several.
+    /// Gives a refund, or an action on a hold, the largest quota with the windows of that which the
+    /// request selects: the units may have been charged by it.
     #[inline]
-    fn with_quota_of<'a>(
-        &'a self,
-        action: Action,
-        charge: PreparedCharge<'a>,
-    ) -> PreparedCharge<'a> {
+    fn with_larger_quota<'a>(&'a self, charge: PreparedCharge<'a>) -> PreparedCharge<'a> {
+        let action = charge.action();
         if !(action == Action::Refund || action.is_on_hold()) {
             return charge;
         }
-        let Some(policy) = self.policies.get(charge.policy()) else { return charge };
+        let policy = self.policies.get(charge.policy());
+        let (Some(policy), Some(quota)) = (policy, charge.quota()) else { return charge };
         let key = charge.key().unwrap_or_default();
-        let quota = policy.quotas.of_refund(key);
-        match self.overrides.largest_quota(policy.name(), key) {
-            Some(larger) if larger.burst() > quota.burst() => charge.with_quota(larger),
-            _ => charge.with_quota(quota),
+        let larger = policy.quotas.larger_than(quota, key);
+        match (self.overrides.larger_than(larger.unwrap_or(quota), policy, key), larger) {
+            (Some(larger), _) => charge.with_quota(larger),
+            (None, Some(larger)) => charge.with_quota(larger),
+            (None, None) => charge,
         }
     }
 

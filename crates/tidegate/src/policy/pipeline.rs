@@ -6,9 +6,10 @@ use std::task::Poll;
 use std::time::Instant;
 
 use super::decisions::is_denied;
-use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
+use super::{Enforcement, Observer, Policy, PolicyDecision, PolicyLimiter};
 use crate::charge::{Charge, MAX_CHARGES};
-use crate::clock::{Clock, Timestamp};
+use crate::clock::{Clock, Timestamp, micros};
+use crate::decision::Source;
 use crate::hold::{HoldStatus, HoldTerms};
 use crate::join::join_all;
 use crate::limiter::Error;
@@ -92,7 +93,32 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
             self.compensate(entries, &charged, asked_at).await;
         }
         self.skip_new_limits(entries, asked_at).await;
+        for entry in entries {
+            self.lengthen_block(&mut deadline, entry).await;
+        }
         result
+    }
+
+    /// Gives the denial of a key that is blocked for a while the wait of its own limit, if that is
+    /// longer. The store is asked only near the end of the block, so that blocked requests cost
+    /// nothing before.
+    async fn lengthen_block(&self, deadline: &mut Deadline, entry: &mut PolicyDecision<'_>) {
+        let (source, wait) = (entry.decision.source, entry.decision.retry_after);
+        if source != Source::Override || wait.is_zero() {
+            return;
+        }
+        let Some(charge) = entry.charge.charge() else { return };
+        let quota = charge.quota();
+        // Reports may have counted up to ten times the limit.
+        if !quota.has_blocks() && micros(wait) >= 10 * quota.drain_micros() {
+            return;
+        }
+        let call = self.limiter().decide(Action::Peek, &charge);
+        let own = self.with_deadline(deadline, call, |error| Err(error.into())).await;
+        if let Some(own) = own.ok().filter(|own| !own.allowed) {
+            entry.decision.retry_after = wait.max(own.retry_after);
+            entry.decision.reset_after = entry.decision.reset_after.max(own.reset_after);
+        }
     }
 
     /// Takes back what a commit has reported to limits that do not know the id, if another one does:
@@ -250,9 +276,8 @@ impl<S: Store, O: Observer + Clone + 'static> PolicyLimiter<S, O> {
     /// Gives a charge the quota by which its units are returned, if its policy has several.
     pub(super) fn with_quota_of_refund<'b>(&'b self, charge: &Charge<'b>) -> Charge<'b> {
         let policy = self.policies().get(charge.policy()).filter(|it| it.has_several_quotas());
-        let quota = policy.map(|policy| policy.quotas.of_refund(charge.key()));
-        // That of an override may be larger.
-        let quota = quota.filter(|quota| quota.burst() > charge.quota().burst());
+        let larger = |policy: &'b Policy| policy.quotas.larger_than(charge.quota(), charge.key());
+        let quota = policy.and_then(larger);
         quota.map_or(*charge, |quota| charge.with_quota(quota))
     }
 

@@ -401,13 +401,15 @@ impl<'a> PreparedCharge<'a> {
     pub(super) fn blocked(
         policy: &'a Policy,
         key: impl Into<Cow<'a, str>>,
+        quota: &'a Quota,
         wait: Duration,
     ) -> Self {
-        let decision = Decision::deny(policy.quota().burst(), wait).with_reset_after(wait);
+        let decision = Decision::deny(quota.burst(), wait).with_reset_after(wait);
         let decision = decision.with_source(Source::Override);
         let fixed = FixedDecision { decision, missing_key: None };
         Self {
             key: key.into(),
+            quota: QuotaRef::Borrowed(quota),
             rare: Some(Box::new(RarePart::Fixed(fixed))),
             ..Self::rejected(policy, None)
         }

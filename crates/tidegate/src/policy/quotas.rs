@@ -116,13 +116,16 @@ impl Quotas {
         self.override_of(key).map_or(&self.default, |(_, quota)| quota)
     }
 
-    /// Returns the quota by which units of a key are returned. By a smaller one than that of the
-    /// charge, the level of a bucket would be cut to ten times its limit.
-    pub(super) fn of_refund(&self, key: &str) -> &Quota {
+    /// Returns a larger quota than this one by which units of a key may have been charged. They are
+    /// returned by it: by a smaller one, the level of a bucket would be cut to ten times its limit.
+    /// By one with other windows, the count would end.
+    pub(super) fn larger_than(&self, quota: &Quota, key: &str) -> Option<&Quota> {
         let overridden = self.override_of(key).map(|(_, quota)| quota);
-        let by_value = self.by_value().into_iter().flat_map(|it| it.quotas.values());
-        let largest = || by_value.chain([&self.default]).max_by_key(|quota| quota.burst());
-        overridden.or_else(largest).unwrap_or(&self.default)
+        let by_value = self.by_value().filter(|_| overridden.is_none());
+        let by_value = by_value.into_iter().flat_map(|it| it.quotas.values());
+        let quotas = by_value.chain([overridden.unwrap_or(&self.default)]);
+        let larger = quotas.filter(|it| it.burst() > quota.burst() && it.has_windows_of(quota));
+        larger.max_by_key(|quota| quota.burst())
     }
 
     /// Returns the override that applies to a key, or to the network around it.

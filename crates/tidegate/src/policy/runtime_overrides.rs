@@ -68,12 +68,23 @@ pub struct RuntimeOverride {
 /// Replacement of a limit.
 #[derive(Debug, Clone)]
 pub enum OverrideEffect {
-    /// Another quota of the same algorithm.
-    Quota(Arc<Quota>),
+    /// Other numbers for the quota that the request has without the override.
+    Quota(Arc<OverriddenQuota>),
     /// The policy does not apply, and nothing is counted.
     Unlimited,
     /// Every request is denied.
     Block,
+}
+
+/// Numbers that replace those of a policy's quotas: the rest, such as the anchor of a calendar, is
+/// that of the quota which the request selects. [`Policy::overridden_quota`] validates them.
+#[derive(Debug)]
+pub struct OverriddenQuota {
+    limit: Option<u64>,
+    window: Option<Duration>,
+    burst: Option<u64>,
+    /// The policy's own quota with these numbers, which most requests have.
+    of_policy: Arc<Quota>,
 }
 
 /// Key of an override, in the form that requests have: [`Policy::override_key`] validates it.
@@ -131,12 +142,28 @@ impl RuntimeOverride {
         now: Timestamp,
     ) -> Option<PreparedCharge<'a>> {
         match &self.effect {
-            OverrideEffect::Quota(quota) => {
-                Some(PreparedCharge::of_policy(policy, key, Arc::clone(quota), cost))
+            OverrideEffect::Quota(numbers) => {
+                let quota = numbers.applied_to(policy.quota_for(key), policy);
+                Some(PreparedCharge::of_policy(policy, key, quota, cost))
             }
             OverrideEffect::Unlimited => None,
-            OverrideEffect::Block => Some(PreparedCharge::blocked(policy, key, self.wait(now))),
+            OverrideEffect::Block => {
+                let (quota, wait) = (policy.quota_for(key), self.wait(now));
+                Some(PreparedCharge::blocked(policy, key, quota, wait))
+            }
         }
+    }
+}
+
+impl OverriddenQuota {
+    /// Returns a quota of the policy with these numbers.
+    #[must_use]
+    pub fn applied_to(&self, quota: &Quota, policy: &Policy) -> Arc<Quota> {
+        if std::ptr::eq(quota, policy.quota()) {
+            return Arc::clone(&self.of_policy);
+        }
+        let changed = with_numbers(quota, self.limit, self.window, self.burst);
+        changed.map_or_else(|_| Arc::clone(&self.of_policy), Arc::new)
     }
 }
 
@@ -237,27 +264,43 @@ impl RuntimeOverrides {
         key: &str,
         now: Timestamp,
     ) -> Option<(Option<OverrideKey>, RuntimeOverride)> {
+        self.find_where(policy, key, |entry| entry.is_active(now))
+    }
+
+    fn find_where(
+        &self,
+        policy: &str,
+        key: &str,
+        is_wanted: impl Fn(&RuntimeOverride) -> bool,
+    ) -> Option<(Option<OverrideKey>, RuntimeOverride)> {
         if self.is_empty() {
             return None;
         }
         let policies = self.policies.read().unwrap_or_else(PoisonError::into_inner);
         let mut entries = policies.get(policy)?.entries_for(key);
-        let (of, entry) = entries.find(|(_, entry)| entry.is_active(now))?;
+        let (of, entry) = entries.find(|(_, entry)| is_wanted(entry))?;
         Some((of, entry.clone()))
     }
 
-    /// Returns the largest quota by which units of a key may have been charged.
-    pub(super) fn largest_quota(&self, policy: &str, key: &str) -> Option<Arc<Quota>> {
+    /// Returns a larger quota than this one, with the same windows, by which units of a key may have
+    /// been charged.
+    pub(super) fn larger_than(
+        &self,
+        quota: &Quota,
+        policy: &Policy,
+        key: &str,
+    ) -> Option<Arc<Quota>> {
         if self.is_empty() {
             return None;
         }
         let policies = self.policies.read().unwrap_or_else(PoisonError::into_inner);
-        let quotas =
-            policies.get(policy)?.entries_for(key).filter_map(|(_, entry)| match &entry.effect {
-                OverrideEffect::Quota(quota) => Some(quota),
-                OverrideEffect::Unlimited | OverrideEffect::Block => None,
-            });
-        quotas.max_by_key(|quota| quota.burst()).cloned()
+        let entries = policies.get(policy.name())?.entries_for(key);
+        let quotas = entries.filter_map(|(_, entry)| match &entry.effect {
+            OverrideEffect::Quota(numbers) => Some(numbers.applied_to(quota, policy)),
+            OverrideEffect::Unlimited | OverrideEffect::Block => None,
+        });
+        let larger = quotas.filter(|it| it.burst() > quota.burst() && it.has_windows_of(quota));
+        larger.max_by_key(|quota| quota.burst())
     }
 }
 
@@ -266,12 +309,12 @@ impl RuntimeOverrides {
 pub(super) struct OverridesNow<'r> {
     overrides: &'r RuntimeOverrides,
     now: Timestamp,
-    /// Whether the action decides: a report counts, whatever is blocked.
+    /// Whether the action decides: a report, a refund and a commit count, whatever is blocked.
     decides: bool,
 }
 
 impl<'r> OverridesNow<'r> {
-    /// Returns `None` if there are no overrides, or none that concern this action.
+    /// Returns `None` if there are no overrides.
     #[inline]
     pub(super) fn new(
         overrides: &'r RuntimeOverrides,
@@ -282,7 +325,7 @@ impl<'r> OverridesNow<'r> {
             return None;
         }
         let decides = matches!(action, Action::Acquire | Action::Peek);
-        (decides || action == Action::Report).then_some(Self { overrides, now, decides })
+        Some(Self { overrides, now, decides })
     }
 
     pub(super) fn now(&self) -> Timestamp {
@@ -290,8 +333,11 @@ impl<'r> OverridesNow<'r> {
     }
 
     pub(super) fn find(&self, policy: &str, key: &str) -> Option<RuntimeOverride> {
-        let found = self.overrides.find(policy, key, self.now)?;
-        (self.decides || matches!(found.effect, OverrideEffect::Quota(_))).then_some(found)
+        let is_wanted = |entry: &RuntimeOverride| {
+            let counts = matches!(entry.effect, OverrideEffect::Quota(_));
+            (self.decides || counts) && entry.is_active(self.now)
+        };
+        self.overrides.find_where(policy, key, is_wanted).map(|(_, entry)| entry)
     }
 }
 
@@ -317,8 +363,8 @@ impl Policy {
         }))
     }
 
-    /// Returns the quota of a key with other numbers. Those that are `None` stay as they are
-    /// without the override; a burst that equals the limit follows it.
+    /// Returns other numbers for the quotas of a key. Those that are `None` stay as they are without
+    /// the override; a burst that equals the limit follows it.
     ///
     /// # Errors
     ///
@@ -329,14 +375,19 @@ impl Policy {
         limit: Option<u64>,
         window: Option<Duration>,
         burst: Option<u64>,
-    ) -> Result<Quota, PolicyError> {
-        let quota = self.quota_for(key);
-        let quota = with_numbers(quota, limit, window, burst).map_err(PolicyError::Quota)?;
-        let (cost, most) = (self.default_cost(), quota.burst() * self.lowest_lane() / 100);
-        if cost > most {
-            return Err(PolicyError::Cost { cost, most });
-        }
-        Ok(quota)
+    ) -> Result<OverriddenQuota, PolicyError> {
+        let changed = |quota: &Quota| {
+            let quota = with_numbers(quota, limit, window, burst).map_err(PolicyError::Quota)?;
+            let (cost, most) = (self.default_cost(), quota.burst() * self.lowest_lane() / 100);
+            if cost > most {
+                return Err(PolicyError::Cost { cost, most });
+            }
+            Ok(quota)
+        };
+        let by_value = self.limits().into_iter().flat_map(|(_, quotas)| quotas.values());
+        by_value.chain([self.quota_for(key)]).try_for_each(|quota| changed(quota).map(drop))?;
+        let of_policy = Arc::new(changed(self.quota())?);
+        Ok(OverriddenQuota { limit, window, burst, of_policy })
     }
 }
 

@@ -3,7 +3,6 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::num::{IntErrorKind, ParseIntError};
-use std::sync::Arc;
 
 use super::index::Index;
 use super::query::QuotaRef;
@@ -467,16 +466,19 @@ impl Policy {
         if matches!(reason, QuotaReason::Other(_)) {
             selection.other_limit.push(self);
         }
-        let mut quota = QuotaRef::Borrowed(quota);
+        let selected = quota;
+        let mut quota = QuotaRef::Borrowed(selected);
         if let Some(overrides) = request.overrides
             && let Some(found) = overrides.find(&self.name, &key)
         {
             match &found.effect {
-                OverrideEffect::Quota(other) => quota = QuotaRef::Owned(Arc::clone(other)),
+                OverrideEffect::Quota(numbers) => {
+                    quota = QuotaRef::Owned(numbers.applied_to(selected, self));
+                }
                 OverrideEffect::Unlimited => return Ok(()),
                 OverrideEffect::Block => {
                     let wait = found.wait(overrides.now());
-                    selection.charges.push(PreparedCharge::blocked(self, key, wait));
+                    selection.charges.push(PreparedCharge::blocked(self, key, selected, wait));
                     return Ok(());
                 }
             }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tidegate::resilience::fallback::Stats;
 use tidegate::store::heartbeat_interval;
-use tidegate::store::redis::NodeHealth;
+use tidegate::store::redis::{FleetBoard, NodeHealth};
 use tokio::time::MissedTickBehavior;
 
 use super::{DeniedKey, Fleet, InstanceFacts, MAX_PUBLISHED, Rates, board};
@@ -39,6 +39,8 @@ struct Monitor {
     outage: Option<Outage>,
     /// Addresses of the primaries when they were last known.
     primaries: BTreeSet<String>,
+    /// Time since which Redis is down without a break.
+    down_since: Option<Instant>,
     published_at: Option<Instant>,
 }
 
@@ -61,6 +63,7 @@ impl Fleet {
             last_stats: Stats::default(),
             outage: None,
             primaries: BTreeSet::new(),
+            down_since: None,
             published_at: None,
         };
         tokio::spawn(monitor.run());
@@ -106,7 +109,11 @@ impl Monitor {
 
     fn look_at_outage(&mut self, redis: &RedisBackend, now: Instant) {
         let stats = redis.fallback().stats();
-        let elapsed = redis.fallback().outage();
+        // Without requests only the connections show an outage. One that is new is no outage yet.
+        self.down_since = (!redis.is_up()).then(|| self.down_since.unwrap_or(now));
+        let is_long = |down: &Duration| self.outage.is_some() || *down >= INTERVAL;
+        let down = self.down_since.map(|since| now.duration_since(since)).filter(is_long);
+        let elapsed = redis.fallback().outage().or(down);
         match (&self.outage, elapsed) {
             (None, Some(elapsed)) => {
                 let nodes = redis.store().nodes();
@@ -185,8 +192,13 @@ impl Monitor {
             let publish = async |summary| {
                 board.publish(members.instance(), &own, ttl, &active.hash, summary).await
             };
-            if !publish("").await? {
+            let (was_there, has_summary) = publish("").await?;
+            if !has_summary {
                 publish(&active.summary.to_json()).await?;
+            }
+            if !was_there {
+                // A Redis that was emptied has lost the events, too. Each instance has its share.
+                self.state.journal.publish_again(FleetBoard::MAX_EVENTS / members.size().max(1));
             }
             self.published_at = Some(Instant::now());
         }

@@ -67,3 +67,13 @@ fn only_a_token_that_may_reset_changes_limits() {
     assert_eq!(client.ask("TG.OVERRIDE DEL per-user ann"), "+QUEUED");
     assert_eq!(client.finish("EXEC"), "*1 :1");
 }
+
+#[test]
+fn a_token_that_may_not_read_lists_nothing() {
+    let tokens = "auth: {tokens: [{name: ops, token: ops-s3cret-0123456789, scopes: [reset]}]}\n";
+    let mut client = Conversation::new(&format!("{tokens}{KEYED}"));
+    assert_eq!(client.ask("AUTH ops-s3cret-0123456789"), "+OK");
+    let set = "TG.OVERRIDE SET per-user ann LIMIT 50 EXPIRES 2m REASON launch";
+    assert!(client.ask(set).contains("\"by\":\"ops\""));
+    assert!(client.ask("TG.OVERRIDE LIST").starts_with("-NOPERM"));
+}

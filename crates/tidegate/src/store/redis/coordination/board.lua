@@ -12,7 +12,8 @@
 --        append:  2  maximum number of events in the list, 3  its TTL in milliseconds
 --                 4  number of new events; then the age in microseconds and the text of each
 --        list:    2  and 3  ranks of the first and the last event to read
--- reply  publish: 1, or 0 if there is no shared text to keep
+-- reply  publish: 1, or 0 if the instance had no text before; 1, or 0 if there is no shared text to
+--           keep
 --        read:    the texts, in the order of their keys
 --        append:  the number of events in the list
 --        list:    text and score of each event, the oldest first
@@ -33,12 +34,13 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 
 if operation == 'publish' then
+  local was_there = redis.call('PEXPIREAT', KEYS[1], math.ceil(now / 1000) + ARGV[3])
   redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
   if ARGV[5] ~= '' then
     redis.call('SET', KEYS[2], ARGV[5], 'PX', ARGV[4])
-    return 1
+    return {was_there, 1}
   end
-  return redis.call('PEXPIREAT', KEYS[2], math.ceil(now / 1000) + ARGV[4])
+  return {was_there, redis.call('PEXPIREAT', KEYS[2], math.ceil(now / 1000) + ARGV[4])}
 end
 
 for i = 5, 3 + 2 * ARGV[4], 2 do

@@ -62,7 +62,8 @@ impl<'a> FleetBoard<'a> {
     }
 
     /// Publishes the text of an instance for this time, and extends the life of a shared text.
-    /// Returns false if that does not exist: publish again, with its text.
+    /// Returns whether each of them was there before. If the shared one was not, publish again, with
+    /// its text.
     pub async fn publish(
         &self,
         instance: &str,
@@ -70,12 +71,18 @@ impl<'a> FleetBoard<'a> {
         ttl: Duration,
         shared_name: &str,
         shared_text: &str,
-    ) -> Result<bool, StoreError> {
+    ) -> Result<(bool, bool), StoreError> {
         let (key, shared_key) = (self.text_key(instance), self.shared_key(shared_name));
         let arguments = Command::new("2").arg(&key).arg(&shared_key).arg("publish");
         let arguments = arguments.arg(text).arg(ttl.as_millis().max(1).to_string());
         let arguments = arguments.arg(SHARED_TTL.as_millis().to_string()).arg(shared_text);
-        self.call(&key, arguments, true, |reply| Ok(reply == Value::Integer(1))).await
+        self.call(&key, arguments, true, |reply| match reply {
+            Value::Array(found) if found.len() == 2 => {
+                Ok((found[0] == Value::Integer(1), found[1] == Value::Integer(1)))
+            }
+            _ => Err(unexpected()),
+        })
+        .await
     }
 
     /// Returns the texts of these instances, in this order.

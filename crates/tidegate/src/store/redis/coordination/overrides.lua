@@ -48,6 +48,8 @@ local function has_ended(value)
 end
 
 if operation == 'set' or operation == 'remove' then
+  -- The rest of a history without its version would be in force again.
+  if not version then redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4]) end
   local name, after = ARGV[6], ''
   local before = redis.call('HMGET', KEYS[2], name)[1]
   if before and has_ended(before) then before = false end

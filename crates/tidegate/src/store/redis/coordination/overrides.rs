@@ -89,6 +89,8 @@ pub enum OverridesUpdate {
     All {
         /// Version of the entries.
         version: String,
+        /// Whether the known version was lost: changes that were made before it may be missing.
+        is_other_history: bool,
         /// Values by name.
         entries: HashMap<String, OverrideValue>,
     },
@@ -132,11 +134,21 @@ impl Overrides {
         if let Some(version) = self.read_changes(known, &mut records).await? {
             return Ok(OverridesUpdate::Changes { version, records });
         }
+        let all = |version: String, entries| {
+            // A version that is no older than the changes that are kept would be among them.
+            let oldest = number_of(&version).saturating_sub(MAX_CHANGES as u64);
+            let is_other_history = number_of(known) > oldest;
+            OverridesUpdate::All { version, is_other_history, entries }
+        };
         for _ in 0..MAX_ATTEMPTS {
-            let Some((first_version, mut entries)) = self.read_entries().await? else {
+            let Some((first_version, last_version, mut entries)) = self.read_entries().await?
+            else {
                 return Ok(OverridesUpdate::Empty);
             };
             records.clear();
+            if first_version == last_version {
+                return Ok(all(last_version, entries));
+            }
             if let Some(version) = self.read_changes(&first_version, &mut records).await? {
                 for record in records {
                     match record.after {
@@ -144,7 +156,7 @@ impl Overrides {
                         None => drop(entries.remove(&record.name)),
                     }
                 }
-                return Ok(OverridesUpdate::All { version, entries });
+                return Ok(all(version, entries));
             }
         }
         Err(StoreError::Refused("overrides change faster than they can be read".to_owned()))
@@ -190,10 +202,11 @@ impl Overrides {
         }
     }
 
-    /// Reads all entries, with the version just before; `None` if nothing was ever changed.
+    /// Reads all entries, with the version at the first page and at the last; `None` if nothing was
+    /// ever changed.
     async fn read_entries(
         &self,
-    ) -> Result<Option<(String, HashMap<String, OverrideValue>)>, StoreError> {
+    ) -> Result<Option<(String, String, HashMap<String, OverrideValue>)>, StoreError> {
         let (mut first_version, mut after) = (None, "0".to_owned());
         let mut entries = HashMap::new();
         loop {
@@ -204,7 +217,7 @@ impl Overrides {
             if version.is_empty() {
                 return Ok(None);
             }
-            let first_version = first_version.get_or_insert(version).clone();
+            let first_version = first_version.get_or_insert_with(|| version.clone()).clone();
             let (found, _) = found.as_chunks::<3>();
             for [number, name, value] in found {
                 after = text(number)?;
@@ -213,7 +226,7 @@ impl Overrides {
                 }
             }
             if found.len() < MAX_READ {
-                return Ok(Some((first_version, entries)));
+                return Ok(Some((first_version, version, entries)));
             }
         }
     }
@@ -250,6 +263,11 @@ impl OverrideValue {
         let until = (until > 0).then(|| Timestamp::from_micros(until));
         Ok(Some(Self { until, text: text.to_owned() }))
     }
+}
+
+/// Returns the number in a version; zero without one.
+fn number_of(version: &str) -> u64 {
+    version.split(':').next().and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
 /// Decodes a member of the changes.

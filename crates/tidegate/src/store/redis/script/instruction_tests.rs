@@ -388,6 +388,10 @@ fn decisions_in_redis_take_no_more_instructions_than_the_limits() {
         .map(|(name, count)| format!("{name}: {count}, limit {}", limits[name.as_str()]))
         .collect();
     assert!(above.is_empty(), "more than 5 % above the limits:\n{}", above.join("\n"));
+    for (name, count) in counts.iter().filter(|(name, _)| name.starts_with("calendar/")) {
+        let fixed = counts[&name.replace("calendar", "fixed-window")];
+        assert!(100 * count <= TOLERANCE * fixed, "{name}: {count}, of a fixed window {fixed}");
+    }
 }
 
 /// 200 heartbeats per second, as in any fleet of more than 200 instances, and 50 publications, on a
