@@ -10,12 +10,15 @@ use tidegate_tools::cli::{
 };
 use tidegate_tools::tool::style;
 
+mod arguments;
 mod gateway;
 mod generate;
 mod listen;
 mod serve;
 mod service;
 mod variables;
+
+pub(crate) use arguments::parse;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
 #[derive(Debug, Parser)]

@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind;
 use tidegate_tools::tool::style;
 
@@ -14,7 +13,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     tidegate_service::logs::panics::install_hook();
-    let arguments = match cli::CommandLine::try_parse() {
+    let (parsed, variables) = cli::parse();
+    let arguments = match parsed {
         Ok(arguments) => arguments,
         // `--help` and `--version` are reported as errors by clap, but print to stdout.
         Err(error) if !error.use_stderr() => error.exit(),
@@ -24,7 +24,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
         Err(error) => {
-            anstream::eprintln!("{}", cli::one_line(&error));
+            anstream::eprintln!("{}", variables.explain(cli::one_line(&error)));
             return ExitCode::from(2);
         }
     };
@@ -34,7 +34,8 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // The alternate form prints the whole chain of causes on one line.
-            anstream::eprintln!("{}error:{} {error:#}", style::ERROR, style::RESET);
+            let message = variables.explain(format!("{error:#}"));
+            anstream::eprintln!("{}error:{} {message}", style::ERROR, style::RESET);
             ExitCode::from(2)
         }
     }

@@ -77,16 +77,22 @@ impl<T: LoadTarget> ArrivalDispatcher<T> {
         let end = self.run.end;
         while let Some(due) = schedule.next().map(|offset| self.start + offset) {
             if end.is_some_and(|end| due >= end) || self.left == Some(0) {
+                self.set_load_end(end.map_or(due, |end| end.min(due)));
                 break;
             }
             self.wait_until(due);
             let Some(slot) = self.slot() else {
+                self.set_load_end(Instant::now());
                 let not_sent = self.count_not_sent(due, schedule);
                 self.run.not_sent.store(not_sent, Ordering::Relaxed);
                 return;
             };
             self.send(due, slot);
         }
+    }
+
+    fn set_load_end(&self, end: Instant) {
+        let _ = self.run.load_time.set(end.saturating_duration_since(self.run.measured_from));
     }
 
     /// Waits until a time, or until the run is stopped.
@@ -145,7 +151,7 @@ impl<T: LoadTarget> ArrivalDispatcher<T> {
             let generator_delay = could_start.elapsed();
             let outcome = run.target.acquire(&key).await;
             if is_measured {
-                let latency = due.elapsed();
+                let latency = run.latency_of(&outcome, due.elapsed());
                 run.recorders.record(number, |part| {
                     part.add(outcome, latency);
                     part.generator_delay.saturating_record(nanos(generator_delay).max(1));

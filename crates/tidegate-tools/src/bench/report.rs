@@ -42,7 +42,6 @@ impl TargetSummary {
 pub(crate) struct BenchReport {
     pub target: TargetSummary,
     pub load: LoadPlan,
-    pub timeout: Duration,
     pub measured: LoadMeasurement,
 }
 
@@ -54,7 +53,7 @@ impl BenchReport {
     }
 
     fn per_second(&self) -> f64 {
-        float(self.measured.recording.answered()) / self.measured.elapsed.as_secs_f64().max(1e-9)
+        float(self.measured.recording.answered()) / self.measured.load_time.as_secs_f64().max(1e-9)
     }
 
     /// Returns what makes the numbers questionable.
@@ -65,6 +64,20 @@ impl BenchReport {
             warnings.push(format!(
                 "{} requests had no answer yet when the run was interrupted",
                 grouped(*unanswered)
+            ));
+        }
+        let timed_out = recording.failed() - recording.failed_early();
+        if timed_out > 0 {
+            warnings.push(format!(
+                "{} requests had no answer within {}, and count with at least this latency",
+                grouped(timed_out),
+                readable(self.load.timeout)
+            ));
+        }
+        if recording.failed_early() > 0 {
+            warnings.push(format!(
+                "{} requests failed: the latencies do not include them",
+                grouped(recording.failed_early())
             ));
         }
         if recording.answered() + recording.failed() == 0 {
@@ -140,8 +153,12 @@ impl BenchReport {
             warmup => format!(" after a warm-up of {}", readable(warmup)),
         };
         let interrupted = if measured.interrupted { ", interrupted" } else { "" };
-        let seconds = measured.elapsed.as_secs_f64();
-        writeln!(output, "measured for {seconds:.2} s{warmup}{interrupted}\n")?;
+        let [seconds, last] = [measured.load_time, measured.elapsed].map(|it| it.as_secs_f64());
+        let last_answer = match last / seconds.max(1e-9) {
+            1.05.. => format!(", the last answer after {last:.2} s"),
+            _ => String::new(),
+        };
+        writeln!(output, "measured for {seconds:.2} s{warmup}{last_answer}{interrupted}\n")?;
 
         let requests = recording.answered() + recording.failed();
         writeln!(
@@ -198,7 +215,7 @@ impl BenchReport {
 
     /// Returns the result as one JSON object.
     pub(crate) fn to_json(&self) -> Value {
-        let Self { target, load, measured, timeout } = self;
+        let Self { target, load, measured } = self;
         let keys = &load.keys;
         let recording = &measured.recording;
         let mut pace = match &load.pace {
@@ -216,7 +233,7 @@ impl BenchReport {
             }),
         };
         pace["warmup_seconds"] = json!(load.warmup.as_secs_f64());
-        pace["timeout_ms"] = json!(tidegate_api::duration::millis(*timeout));
+        pace["timeout_ms"] = json!(tidegate_api::duration::millis(load.timeout));
         pace["seed"] = json!(load.seed);
         let errors = recording.errors.iter().map(
             |(kind, error)| json!({"kind": kind, "count": error.count, "example": error.example}),
@@ -231,6 +248,7 @@ impl BenchReport {
             },
             "loop": pace,
             "seconds": measured.elapsed.as_secs_f64(),
+            "load_seconds": measured.load_time.as_secs_f64(),
             "interrupted": measured.interrupted,
             "requests": recording.answered() + recording.failed(),
             "answered": recording.answered(),

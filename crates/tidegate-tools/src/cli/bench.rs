@@ -31,6 +31,9 @@ mod flags;
 /// for its answer before the next request. The first Ctrl-C ends the load and prints the result so
 /// far. Exit code: 0 if requests were answered, 1 if all failed, 2 on an error.
 #[derive(Debug, Args)]
+#[command(mut_arg("redis", |flag| {
+    flag.conflicts_with_all(flags::OF_SERVICE).conflicts_with_all(flags::OF_GRPC)
+}))]
 #[command(after_help = "\
 Examples:
   Decisions in memory, as fast as this machine can:
@@ -92,23 +95,19 @@ impl BenchCommand {
         })?;
         // Requests without an answer must not delay the exit.
         runtime.shutdown_background();
-        let report = BenchReport { target, load, timeout: self.load.timeout, measured };
+        let report = BenchReport { target, load, measured };
         output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
         Ok(if report.all_failed() { ExitCode::from(1) } else { ExitCode::SUCCESS })
     }
 
     fn chosen(&self) -> anyhow::Result<Chosen<'_>> {
-        let TargetFlags { memory, http, grpc, .. } = &self.target;
-        let given = [*memory, self.redis.has_url(), http.is_some(), grpc.is_some()];
-        let count = given.into_iter().filter(|is_given| *is_given).count();
-        ensure!(count <= 1, "give only one of --memory, --redis, --http and --grpc");
+        let TargetFlags { http, grpc, .. } = &self.target;
         let chosen = match (http, grpc) {
             (Some(url), _) => Chosen::Http(url),
             (None, Some(address)) => Chosen::Grpc(address),
             (None, None) => Chosen::Store,
         };
         self.target.check(chosen)?;
-        self.policy.check(chosen)?;
         Ok(chosen)
     }
 

@@ -42,18 +42,6 @@ pub(super) struct QuotaFlags {
 }
 
 impl QuotaFlags {
-    /// Returns the first flag that is given.
-    pub(super) fn first_given(&self) -> Option<&'static str> {
-        let flags = [
-            (self.limits.limit.is_some(), "--limit"),
-            (self.limits.window.is_some(), "--window"),
-            (self.algorithm.is_some(), "--algorithm"),
-            (self.encoding.is_some(), "--encoding"),
-            (self.burst.is_some(), "--burst"),
-        ];
-        flags.into_iter().find(|(is_given, _)| *is_given).map(|(_, flag)| flag)
-    }
-
     /// Returns the quota, with this limit and window unless they are given.
     pub(super) fn quota(&self, limit: u64, window: Duration) -> anyhow::Result<Quota> {
         let window = self.limits.window.unwrap_or(window);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use clap::Args;
 use clap::builder::FalseyValueParser;
 use serde_json::{Value, json};
@@ -31,19 +31,34 @@ const MAX_WARMUP: Duration = Duration::from_secs(3_600);
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_REQUESTS: u64 = 1_000_000_000_000;
 
+/// Flags of which one names the target. Each conflicts with those after it.
+const TARGETS: [&str; 4] = ["memory", "http", "grpc", "redis"];
+/// Flags for a store only, for a service only, and for gRPC only.
+const OF_STORE: [&str; 2] = ["config", "redis_password_file"];
+pub(super) const OF_SERVICE: [&str; 2] = ["token_file", "ca"];
+pub(super) const OF_GRPC: [&str; 2] = ["domain", "descriptors"];
+/// Flags that a policy of the service replaces.
+const OF_QUOTA: [&str; 5] = ["limit", "window", "algorithm", "encoding", "burst"];
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Target")]
 pub(super) struct TargetFlags {
     /// Load a store in the memory of this process, the default
     #[arg(long, env = "TIDEGATE_MEMORY", value_parser = FalseyValueParser::new())]
+    #[arg(conflicts_with_all = &TARGETS[1..], conflicts_with_all = OF_SERVICE)]
+    #[arg(conflicts_with_all = OF_GRPC)]
     pub(super) memory: bool,
 
     /// Load the HTTP API of a service: http://HOST:PORT, or https:// for TLS
     #[arg(long, value_name = "URL", env = "TIDEGATE_HTTP")]
+    #[arg(conflicts_with_all = &TARGETS[2..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_GRPC)]
     pub(super) http: Option<String>,
 
     /// Load Envoy's rate limit service of a service: HOST:PORT, or grpcs://HOST:PORT for TLS
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_GRPC")]
+    #[arg(conflicts_with_all = &TARGETS[3..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_QUOTA, conflicts_with_all = ["policy", "attributes"])]
     pub(super) grpc: Option<String>,
 
     /// Configuration file whose store is loaded, such as one with sentinels; see `tidegate config`
@@ -60,12 +75,13 @@ pub(super) struct TargetFlags {
     pub(super) attributes: Vec<(String, String)>,
 
     /// Domain of all requests to --grpc
-    #[arg(long, value_name = "NAME", env = "TIDEGATE_DOMAIN")]
+    #[arg(long, value_name = "NAME", env = "TIDEGATE_DOMAIN", requires = "grpc")]
     pub(super) domain: Option<String>,
 
     /// Descriptor of all requests to --grpc, one or more entries. {key} in a value stands for the
     /// key
     #[arg(long = "descriptor", value_name = "KEY=VALUE[,…]", value_parser = descriptor)]
+    #[arg(requires = "grpc")]
     pub(super) descriptors: Vec<Vec<(String, String)>>,
 
     /// File with the token of the service
@@ -88,10 +104,7 @@ impl TargetFlags {
         let is_http = matches!(chosen, Chosen::Http(_));
         let is_grpc = matches!(chosen, Chosen::Grpc(_));
         for (is_given, flag, targets, fits) in [
-            (self.config.is_some(), "--config", "a store", chosen == Chosen::Store),
             (!self.attributes.is_empty(), "--attribute", "--http", is_http),
-            (self.domain.is_some(), "--domain", "--grpc", is_grpc),
-            (!self.descriptors.is_empty(), "--descriptor", "--grpc", is_grpc),
             (self.token_file.is_some(), "--token-file", "--http and --grpc", is_http || is_grpc),
             (self.ca.is_some(), "--ca", "--http and --grpc", is_http || is_grpc),
         ] {
@@ -105,7 +118,7 @@ impl TargetFlags {
 #[command(next_help_heading = "Load")]
 pub(super) struct LoadFlags {
     /// Open loop: requests per second, sent at their due times
-    #[arg(long, value_name = "R", env = "TIDEGATE_RATE")]
+    #[arg(long, value_name = "R", env = "TIDEGATE_RATE", conflicts_with = "concurrency")]
     rate: Option<f64>,
 
     /// Times between the requests of an open loop
@@ -205,14 +218,10 @@ impl LoadFlags {
         in_range("--warmup", warmup, Duration::ZERO, MAX_WARMUP)?;
         in_range("--timeout", *timeout, millisecond, MAX_TIMEOUT)?;
         let pace = match (rate, concurrency) {
-            (Some(_), Some(_)) => bail!(
-                "--rate is an open loop and --concurrency a closed one: give one of them, and \
-                 bound an open loop with --max-in-flight"
-            ),
             (None, concurrency) => {
                 Pace::Closed { concurrency: concurrency.unwrap_or(DEFAULT_CONCURRENCY) }
             }
-            (Some(rate), None) => {
+            (Some(rate), _) => {
                 ensure!(
                     *rate > 0.0 && *rate <= MAX_RATE,
                     "--rate {rate} is out of range: it must be above 0, and at most {MAX_RATE} \
@@ -222,7 +231,8 @@ impl LoadFlags {
                 Pace::Open(OpenLoop { rate: *rate, arrivals, max_in_flight })
             }
         };
-        Ok(LoadPlan { pace, keys, seed: self.seed, warmup, duration, requests: *requests })
+        let (seed, requests, timeout) = (self.seed, *requests, *timeout);
+        Ok(LoadPlan { pace, keys, seed, warmup, duration, requests, timeout })
     }
 
     /// Checks that the requests contain the key, unless there is only one.
@@ -248,7 +258,7 @@ impl LoadFlags {
 )]
 pub(super) struct LoadPolicyFlags {
     /// Policy of the service that --http loads, or of --config
-    #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
+    #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY", conflicts_with_all = OF_QUOTA)]
     pub(super) policy: Option<String>,
 
     #[command(flatten)]
@@ -260,24 +270,6 @@ pub(super) struct LoadPolicyFlags {
 }
 
 impl LoadPolicyFlags {
-    /// Checks that the flags belong to the target.
-    pub(super) fn check(&self, chosen: Chosen<'_>) -> anyhow::Result<()> {
-        let quota_flag = self.quota.first_given();
-        if let Chosen::Grpc(_) = chosen {
-            let flag = quota_flag.or_else(|| self.policy.as_ref().map(|_| "--policy"));
-            ensure!(
-                flag.is_none(),
-                "{} is not for --grpc: the service decides by the policies for --domain and \
-                 --descriptor",
-                flag.unwrap_or_default()
-            );
-        }
-        if let (Some(flag), Some(policy)) = (quota_flag, &self.policy) {
-            bail!("{flag} and --policy are given, but {policy:?} has a quota: give one of them");
-        }
-        Ok(())
-    }
-
     /// Returns the quota of the policy in the file, or that of the flags.
     pub(super) fn quota(&self, config: Option<&Config>) -> anyhow::Result<Quota> {
         if let Some(name) = &self.policy {
