@@ -5,6 +5,7 @@
 //! store whose clock is set to the time of the request.
 
 use std::borrow::Cow;
+use std::net::IpAddr;
 
 use tidegate::{Attributes, ClientIp, Policies};
 
@@ -35,6 +36,11 @@ pub trait TrafficRequest: Attributes + Sync {
     /// Returns the address of the client, as it is written.
     fn address(&self) -> Option<Cow<'_, str>>;
 
+    /// Returns the headers `X-Forwarded-For` and `Forwarded`, which tell the client behind proxies.
+    fn forwarded(&self) -> [Option<Cow<'_, str>>; 2] {
+        [None, None]
+    }
+
     /// Returns the cost, if the request names one.
     fn cost(&self) -> Option<u64>;
 
@@ -42,6 +48,30 @@ pub trait TrafficRequest: Attributes + Sync {
     fn status(&self) -> Option<u16> {
         None
     }
+}
+
+/// Parses an address as logs have it: also with a port, brackets or a zone.
+pub fn address(text: &str) -> Option<IpAddr> {
+    let plain = |text: &str| text.split('%').next()?.parse().ok();
+    let without_port = || match text.strip_prefix('[') {
+        Some(bracketed) => plain(bracketed.split_once(']')?.0),
+        None => plain(text.rsplit_once(':')?.0).filter(IpAddr::is_ipv4),
+    };
+    plain(text).or_else(without_port)
+}
+
+/// Returns the client of a request behind trusted proxies, by the rules of the gateway. The peer of
+/// a log without addresses is the last one that a proxy added to `X-Forwarded-For`.
+pub fn client_address(request: &impl TrafficRequest, client_ip: &ClientIp) -> Option<IpAddr> {
+    let peer = request.address().and_then(|text| address(&text));
+    if let Some(peer) = peer.filter(|peer| !client_ip.trusts(*peer)) {
+        return Some(peer);
+    }
+    let [hops, forwarded] = request.forwarded();
+    let last_hop = || address(hops.as_deref()?.rsplit(',').next()?.trim());
+    let [hops, forwarded] =
+        [&hops, &forwarded].map(|list| list.as_deref().map(str::as_bytes).into_iter());
+    Some(client_ip.resolve(peer.or_else(last_hop)?, hops, forwarded).address)
 }
 
 /// Configuration to simulate, with its name in the output.

@@ -14,7 +14,7 @@ use tidegate_config::duration;
 
 use super::quota::{LimitFlags, algorithm_parser};
 use crate::simulate::load::{GeneratedLoad, LoadKind};
-use crate::simulate::log::AccessLogs;
+use crate::simulate::log::LogArgs;
 use crate::simulate::output::OutputFile;
 use crate::simulate::variants::{self, QuotaChanges};
 use crate::simulate::{
@@ -111,7 +111,7 @@ struct TrafficFlags {
     attributes: Vec<(String, String)>,
 
     #[command(flatten)]
-    logs: AccessLogs,
+    logs: LogArgs,
 }
 
 #[derive(Debug, Args)]

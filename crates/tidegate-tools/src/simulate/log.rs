@@ -1,61 +1,95 @@
 //! Access logs as traffic: several files, merged by the times of their lines.
+//!
+//! A format is a list of fields. It is described by directives of nginx or Apache, by the names of
+//! columns, or by those of JSON members; [`detect`] recognizes it, and [`line`] makes a [`Record`]
+//! of the parts that it finds in a line.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use clap::builder::FalseyValueParser;
+use tidegate_api::duration;
+use tidegate_config::duration::parse as parse_duration;
 
-use self::file::LogFile;
-use self::record::Record;
+use self::detect::Detector;
+use self::file::{FileOptions, LogFile};
+use self::filter::RequestFilter;
+pub use self::record::Record;
+use super::address;
+use crate::tool::style;
 
-mod combined;
-mod csv;
+mod columns;
+mod detect;
+mod field;
 mod file;
+mod filter;
 mod format;
 mod input;
-mod json;
+mod line;
+mod members;
 mod record;
 mod reorder;
+mod sort;
 mod time;
 
 /// Maximum number of bad lines that are shown.
 const MAX_EXAMPLES: usize = 5;
 
-/// Format of the lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum LogFileFormat {
-    /// By the first lines of each file
-    #[default]
-    Auto,
-    /// The combined or common format of nginx and Apache
-    Combined,
-    /// One JSON object per line: Caddy, Traefik, the gateway of Tidegate
-    Json,
-    /// Comma-separated values; the first line has the names of the columns
-    Csv,
-}
-
 /// Access logs to read.
 #[derive(Debug, clap::Args)]
-pub struct AccessLogs {
-    /// Replay access logs; - is the standard input. They may be compressed with gzip or zstd, and
-    /// several are merged by time
+pub struct LogArgs {
+    /// Read access logs: files, folders, patterns such as 'access.log*', or - for the standard
+    /// input. They may be compressed with gzip, zstd, bzip2 or xz; several are merged by time
     #[arg(long = "access-log", value_name = "FILE", env = "TIDEGATE_SIMULATE_ACCESS_LOG")]
     #[arg(id = "access_log", num_args = 1..)]
     files: Vec<PathBuf>,
 
-    /// Format of the access logs
-    #[arg(long = "access-log-format", value_name = "FORMAT", default_value = "auto")]
-    #[arg(env = "TIDEGATE_SIMULATE_ACCESS_LOG_FORMAT")]
-    format: LogFileFormat,
+    /// Format of the lines: directives of nginx ('$remote_addr - [$time_local] …'), Apache
+    /// ('%h %l %u %t …') or Envoy, or a name: combined, vhost_combined, json, csv, logfmt, caddy,
+    /// traefik, envoy, haproxy, alb, cloudfront, s3, cloudflare, iis, docker, cri …
+    #[arg(long, value_name = "FORMAT", default_value = "auto", hide_default_value = true)]
+    #[arg(env = "TIDEGATE_SIMULATE_LOG_FORMAT")]
+    log_format: String,
+
+    /// Member of JSON, or column, that has an attribute, such as time=.start_time or ip=.client.ip
+    #[arg(long = "field", value_name = "NAME=.PATH", value_parser = field)]
+    fields: Vec<(String, String)>,
+
+    /// Leave out requests before this time, such as 2026-11-16T07:00:00Z
+    #[arg(long, value_name = "TIME", env = "TIDEGATE_FROM")]
+    from: Option<String>,
+
+    /// Leave out requests at this time and later
+    #[arg(long, value_name = "TIME", env = "TIDEGATE_UNTIL")]
+    until: Option<String>,
+
+    /// Leave out other requests: status=401, path=/api/*, header.user-agent!=kube-probe*
+    #[arg(long = "where", value_name = "NAME=VALUE")]
+    conditions: Vec<String>,
+
+    /// Time by which lines of a pipe may be late; files are sorted wholly [default: 5s]
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_SORT_WINDOW")]
+    #[arg(value_parser = parse_duration)]
+    sort_window: Option<Duration>,
+
+    /// Go on if more than 1 % of the lines of a pipe are later than that
+    #[arg(long, env = "TIDEGATE_ALLOW_LATE", value_parser = FalseyValueParser::new())]
+    allow_late: bool,
 
     /// Stop at the first line that is not a request
     #[arg(long, env = "TIDEGATE_STRICT", value_parser = FalseyValueParser::new())]
     strict: bool,
+}
+
+/// Parses `NAME=.PATH`.
+fn field(text: &str) -> Result<(String, String), String> {
+    let (name, path) = text.split_once('=').ok_or("write it like time=.start_time")?;
+    Ok((name.to_owned(), path.to_owned()))
 }
 
 /// Counts of the lines.
@@ -66,6 +100,10 @@ pub struct LineCounts {
     pub bad: u64,
     /// First bad lines, with their place and reason.
     pub examples: Vec<String>,
+    /// Lines of what was not HTTP, such as TLS sent to a plain port.
+    pub not_http: u64,
+    /// Requests that the conditions leave out.
+    pub left_out: u64,
     /// Lines that were sorted into their place.
     pub reordered: u64,
     /// Lines that were too late for that, and were decided at the time of the lines around them.
@@ -83,78 +121,165 @@ pub struct BytesRead {
     pub total: Option<u64>,
 }
 
-/// Opened access logs.
+/// Opened access logs: an iterator of their requests in the order of their times.
 pub struct LogReader {
     files: Vec<LogFile>,
+    /// Times of the next requests, and the indexes of their files.
+    heads: BinaryHeap<Reverse<(u64, usize)>>,
+    is_started: bool,
+    current: Option<usize>,
+    filter: RequestFilter,
+    allow_late: bool,
+    requests: u64,
+    left_out: u64,
     pub bytes: BytesRead,
 }
 
-impl AccessLogs {
-    /// Opens the files, so that a missing one is reported before anything is decided.
+impl LogArgs {
+    /// Opens the files, so that a missing one is reported before anything is decided. Regular files
+    /// are read once to learn their formats and the order of their lines.
     pub fn open(&self) -> anyhow::Result<LogReader> {
         let stdin_count = self.files.iter().filter(|file| file.as_os_str() == "-").count();
-        anyhow::ensure!(stdin_count <= 1, "--access-log - is given {stdin_count} times");
+        ensure!(stdin_count <= 1, "--access-log - is given {stdin_count} times");
+        let options = Arc::new(FileOptions {
+            detector: Detector::new(&self.log_format, &self.fields)?,
+            strict: self.strict,
+            window: self.sort_window.map_or(reorder::DEFAULT_WINDOW, duration::micros),
+        });
+        let filter =
+            RequestFilter::new(self.from.as_deref(), self.until.as_deref(), &self.conditions)?;
         let mut bytes = BytesRead { total: Some(0), ..BytesRead::default() };
-        let mut files = Vec::with_capacity(self.files.len());
-        for path in &self.files {
-            let (source, size) = input::open(path, &bytes.read)
-                .with_context(|| format!("--access-log {}", path.display()))?;
-            bytes.total = bytes.total.zip(size).map(|(total, size)| total + size);
-            files.push(LogFile::new(path, source, self));
+        let mut files: Vec<LogFile> = Vec::with_capacity(self.files.len());
+        let (mut paths, mut surveys) = (HashSet::new(), HashMap::new());
+        for argument in &self.files {
+            let context = || format!("--access-log {}", argument.display());
+            let expanded = input::expand(argument).with_context(context)?;
+            let is_named = expanded.len() == 1;
+            for path in expanded {
+                let is_new = path.canonicalize().is_ok_and(|real| paths.insert(real));
+                if !is_new && path.is_file() {
+                    let name = path.display();
+                    style::print_warning(format_args!("{name} is given twice: it is read once"));
+                    continue;
+                }
+                let (file, survey) = match LogFile::open(&path, files.len(), &options, &bytes.read) {
+                    Ok(opened) => opened,
+                    // Folders have other files, too.
+                    Err(error) if !is_named && error.downcast_ref::<std::io::Error>().is_none() => {
+                        style::print_warning(format_args!("{error:#}: it is left out"));
+                        continue;
+                    }
+                    Err(error) => return Err(error).with_context(context),
+                };
+                let size = path.metadata().ok().filter(std::fs::Metadata::is_file);
+                bytes.total = bytes.total.zip(size).map(|(total, size)| total + size.len());
+                if let Some(other) = surveys.insert(survey, file.name.clone())
+                    && file.has_requests()
+                {
+                    let name = &file.name;
+                    style::print_warning(format_args!("{name} has the same lines as {other}"));
+                }
+                files.push(file);
+            }
         }
-        Ok(LogReader { files, bytes })
+        Ok(LogReader {
+            files,
+            heads: BinaryHeap::new(),
+            is_started: false,
+            current: None,
+            filter,
+            allow_late: self.allow_late,
+            requests: 0,
+            left_out: 0,
+            bytes,
+        })
     }
 }
 
 impl LogReader {
-    /// Calls `on_request` with each request of all files, in the order of their times.
+    /// Moves to the next request of all files.
+    pub fn advance(&mut self) -> anyhow::Result<Option<&Record>> {
+        if !self.is_started {
+            self.is_started = true;
+            for index in 0..self.files.len() {
+                self.advance_file(index)?;
+            }
+        }
+        loop {
+            if let Some(index) = self.current.take() {
+                self.advance_file(index)?;
+            }
+            let Some(Reverse((_, index))) = self.heads.pop() else { return Ok(None) };
+            self.current = Some(index);
+            if self.files[index].current().is_some_and(|request| self.filter.accepts(request)) {
+                break;
+            }
+            self.left_out += 1;
+        }
+        self.requests += 1;
+        Ok(self.current.and_then(|index| self.files[index].current()))
+    }
+
+    fn advance_file(&mut self, index: usize) -> anyhow::Result<()> {
+        if let Some(time) = self.files[index].advance()? {
+            self.heads.push(Reverse((time, index)));
+        }
+        Ok(())
+    }
+
+    /// Returns the name of a file by the index of its records.
+    pub fn file_name(&self, index: usize) -> &str {
+        self.files.get(index).map_or("", |file| &file.name)
+    }
+
+    /// Calls `on_request` with each request.
     pub fn for_each(
         mut self,
         mut on_request: impl FnMut(&Record) -> anyhow::Result<()>,
     ) -> anyhow::Result<LineCounts> {
-        let mut heads = BinaryHeap::with_capacity(self.files.len());
-        for (index, file) in self.files.iter_mut().enumerate() {
-            if let Some(time) = file.advance()? {
-                heads.push(Reverse((time, index)));
-            }
+        while let Some(request) = self.advance()? {
+            on_request(request)?;
         }
-        let mut requests = 0_u64;
-        while let Some(mut head) = heads.peek_mut() {
-            let Reverse((_, index)) = *head;
-            let file = &mut self.files[index];
-            if let Some(request) = file.current() {
-                on_request(request)?;
-                requests += 1;
-            }
-            match file.advance()? {
-                Some(time) => *head = Reverse((time, index)),
-                None => _ = std::collections::binary_heap::PeekMut::pop(head),
-            }
-        }
-        let files = self.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>().join(", ");
-        let counts = self.counts();
-        match counts.examples.first() {
-            _ if requests > 0 => Ok(counts),
-            None => bail!("{files} has no lines"),
-            Some(example) => bail!("no line is a request: {example}"),
-        }
+        self.finish()
     }
 
-    fn counts(self) -> LineCounts {
-        let mut sum = LineCounts::default();
-        for counts in self.files.into_iter().map(LogFile::into_counts) {
-            sum.lines += counts.lines;
-            sum.bad += counts.bad;
-            sum.reordered += counts.reordered;
-            sum.late += counts.late;
-            sum.examples.extend(counts.examples);
-            for column in counts.other_columns {
-                if !sum.other_columns.contains(&column) {
-                    sum.other_columns.push(column);
-                }
+    /// Returns the counts of all lines, or an error if there was no request, or too many came late.
+    pub fn finish(self) -> anyhow::Result<LineCounts> {
+        let names: Vec<&str> = self.files.iter().map(|file| file.name.as_str()).collect();
+        let names = names.join(", ");
+        let mut counts = LineCounts { left_out: self.left_out, ..LineCounts::default() };
+        for file in self.files {
+            counts.add(file.into_counts());
+        }
+        let LineCounts { lines, late, .. } = counts;
+        ensure!(
+            self.allow_late || late * 100 <= lines,
+            "{late} of {lines} lines came too late to be sorted into their place: name the files \
+             instead of a pipe, set --sort-window, or go on with --allow-late"
+        );
+        match counts.examples.first() {
+            _ if self.requests > 0 => Ok(counts),
+            _ if self.left_out > 0 => bail!("--from, --until and --where leave out all requests"),
+            Some(example) => bail!("no line is a request: {example}"),
+            None if counts.not_http > 0 => bail!("no line of {names} is HTTP"),
+            None => bail!("{names} has no lines"),
+        }
+    }
+}
+
+impl LineCounts {
+    fn add(&mut self, counts: Self) {
+        self.lines += counts.lines;
+        self.bad += counts.bad;
+        self.not_http += counts.not_http;
+        self.reordered += counts.reordered;
+        self.late += counts.late;
+        self.examples.extend(counts.examples);
+        self.examples.truncate(MAX_EXAMPLES);
+        for column in counts.other_columns {
+            if !self.other_columns.contains(&column) {
+                self.other_columns.push(column);
             }
         }
-        sum.examples.truncate(MAX_EXAMPLES);
-        sum
     }
 }

@@ -126,8 +126,10 @@ impl SimulationReport {
             let mut parts = vec![format!("{} lines", grouped(lines.lines))];
             for (count, words) in [
                 (lines.bad, "bad"),
+                (lines.not_http, "not HTTP, such as TLS sent to a plain port"),
+                (lines.left_out, "left out"),
                 (lines.reordered, "sorted into their place"),
-                (lines.late, "more than 5s late"),
+                (lines.late, "too late for that"),
             ] {
                 if count > 0 {
                     parts.push(format!("{} {words}", grouped(count)));
@@ -280,6 +282,8 @@ impl SimulationReport {
                 "read": lines.lines,
                 "bad": lines.bad,
                 "bad_examples": lines.examples,
+                "not_http": lines.not_http,
+                "left_out": lines.left_out,
                 "reordered": lines.reordered,
                 "late": lines.late,
                 "ignored_columns": self.traffic.ignored_columns,

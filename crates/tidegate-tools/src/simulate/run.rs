@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::FutureExt as _;
@@ -14,7 +14,7 @@ use tidegate::{
 use super::clock::VirtualClock;
 use super::series::Series;
 use super::tally::PolicyTally;
-use super::{TrafficRequest, Variant};
+use super::{TrafficRequest, Variant, client_address};
 
 /// Maximum number of different errors that are shown.
 const MAX_ERROR_EXAMPLES: usize = 3;
@@ -179,16 +179,14 @@ impl<R: TrafficRequest> Attributes for RequestAttributes<'_, R> {
             return self.request.get(name);
         }
         let text = self.request.address();
-        let address = text.as_deref().and_then(|text| text.parse::<IpAddr>().ok());
-        match address {
+        let direct = text.as_deref().and_then(|text| text.parse::<Ipv4Addr>().ok());
+        if direct.is_some_and(|address| !self.client_ip.trusts(address.into())) {
             // An address of IPv4 has only one spelling.
-            Some(IpAddr::V4(_)) => text,
-            Some(address) => Some(Cow::Owned(self.client_ip.group(address))),
-            None => {
-                self.lacks_address.store(true, Ordering::Relaxed);
-                None
-            }
+            return text;
         }
+        let client = client_address(self.request, self.client_ip);
+        self.lacks_address.fetch_or(client.is_none(), Ordering::Relaxed);
+        client.map(|client| Cow::Owned(self.client_ip.group(client)))
     }
 
     fn is_ambiguous(&self, name: &str) -> bool {

@@ -1,36 +1,277 @@
-//! Recognition of the format of a file, and the parser of its lines.
+//! [`TextFormat`]: a format as the directives of a server describe it, and its scanner.
 
-use super::csv::Columns;
-use super::record::Record;
-use super::{LogFileFormat, combined, json};
+use std::borrow::Cow;
 
-/// Parser of the lines of one file.
-#[derive(Debug)]
-pub(super) enum LineParser {
-    Combined,
-    Json,
-    Csv(Columns),
+use anyhow::ensure;
+
+use super::field::{Core, Field};
+use super::line::LineParts;
+
+/// Formats by name. A line may have less than its format: everything after the request.
+pub(super) const FORMATS: &[(&str, &str)] = &[
+    ("vhost_combined", r#"$host $remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent""#),
+    ("combined", r#"$remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent" "$maybe_forwarded""#),
+    ("envoy", r#"[$time] "$method $target $_" $status $_ $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_""#),
+    ("istio", r#"[$time] "$method $target $_" $status $_ $_ $_ "$_" $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_" $_ $_ $_ $remote_addr $_ $_"#),
+    ("haproxy", r#"$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ "$request""#),
+    ("alb", r#"$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#),
+    ("elb", r#"$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#),
+    ("s3", r#"$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ "$request" $status $_ $bytes $_ $_ $_ "$http_referer" "$http_user_agent""#),
+    ("squid", "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user"),
+    ("uvicorn", r#"$remote_addr - "$request" $status"#),
+    ("gin", r#"$time | $status | $_ | $remote_addr | $method "$target""#),
+    ("rails", r#"Started $method "$target" for $remote_addr at $time"#),
+];
+
+/// Field of a format, and the text after it.
+#[derive(Debug, Clone)]
+struct Piece {
+    field: Field,
+    after: Box<str>,
+    is_quoted: bool,
+    /// Number of words of the value.
+    words: usize,
 }
 
-impl LineParser {
-    /// Recognizes the format by a line. The first line of a CSV file is not a request.
-    pub(super) fn detect(format: LogFileFormat, line: &str) -> Option<Self> {
-        let record = &mut Record::default();
-        match format {
-            LogFileFormat::Combined => Some(Self::Combined),
-            LogFileFormat::Json => Some(Self::Json),
-            LogFileFormat::Auto if json::parse(line, record).is_ok() => Some(Self::Json),
-            LogFileFormat::Auto if combined::parse(line, record).is_ok() => Some(Self::Combined),
-            LogFileFormat::Auto | LogFileFormat::Csv => Columns::parse(line).map(Self::Csv),
+/// Format of lines: texts, and the fields between them.
+#[derive(Debug, Clone)]
+pub(super) struct TextFormat {
+    start: Box<str>,
+    pieces: Vec<Piece>,
+    /// Number of pieces up to the time.
+    time_end: usize,
+}
+
+impl TextFormat {
+    /// Compiles directives of nginx (`$remote_addr`), Apache (`%h`) or Envoy (`%START_TIME%`).
+    pub(super) fn compile(text: &str) -> anyhow::Result<Self> {
+        let text = text.replace("\\\"", "\"").replace("\\t", "\t");
+        let mut start = String::new();
+        let mut pieces: Vec<(Field, String, usize)> = Vec::new();
+        let mut rest = text.as_str();
+        while let Some(first) = rest.chars().next() {
+            let found = match first {
+                '$' => nginx(rest),
+                '%' => envoy(rest).or_else(|| apache(rest)).map(|(field, used)| (field, used, 1)),
+                _ => None,
+            };
+            let literal = |pieces: &mut Vec<(Field, String, usize)>, start: &mut String, text: &str| {
+                pieces.last_mut().map_or(start, |(_, after, _)| after).push_str(text);
+            };
+            let Some((field, used, words)) = found else {
+                ensure!(!"$%".contains(first) || rest.starts_with("%%"), "{rest:?} is no directive");
+                let doubled = rest.starts_with("%%");
+                literal(&mut pieces, &mut start, &rest[..first.len_utf8()]);
+                rest = &rest[first.len_utf8() + usize::from(doubled)..];
+                continue;
+            };
+            // Apache writes brackets around a time without a format of its own.
+            let is_bracketed = &rest[..used] == "%t";
+            // An address of IPv6 has colons, too, and a target may have a query: they are one.
+            let is_rest = match pieces.last() {
+                Some((Field::Core(Core::Address, _), after, _)) => after == ":" && field == Field::Skip,
+                Some((Field::Core(Core::Target, _), after, _)) => {
+                    after.is_empty() && matches!(field, Field::Core(Core::Query, _))
+                }
+                _ => false,
+            };
+            if is_bracketed {
+                literal(&mut pieces, &mut start, "[");
+            }
+            if is_rest {
+                pieces.last_mut().into_iter().for_each(|(_, after, _)| after.clear());
+            } else {
+                let after = if is_bracketed { "]".to_owned() } else { String::new() };
+                pieces.push((field, after, words));
+            }
+            rest = &rest[used..];
         }
+        let has = |wanted: &[Core]| {
+            pieces.iter().any(|(field, ..)| matches!(field, Field::Core(core, _) if wanted.contains(core)))
+        };
+        ensure!(has(&[Core::Request, Core::Target]), "it has no $request, and no path");
+        let is_time = |field: &Field| matches!(field, Field::Core(Core::Time | Core::Date, _));
+        let time_end = pieces.iter().rposition(|(field, ..)| is_time(field)).map_or(0, |at| at + 1);
+        let mut before = start.as_str();
+        let mut compiled = Vec::with_capacity(pieces.len());
+        for (field, after, words) in &pieces {
+            let is_quoted = before.ends_with('"') && after.starts_with('"');
+            let text: Box<str> = after.as_str().into();
+            compiled.push(Piece { field: field.clone(), after: text, is_quoted, words: *words });
+            before = after;
+        }
+        Ok(Self { start: start.into(), pieces: compiled, time_end })
     }
 
-    /// Reads a line into an empty record.
-    pub(super) fn parse(&mut self, line: &str, record: &mut Record) -> Result<(), &'static str> {
-        match self {
-            Self::Combined => combined::parse(line, record),
-            Self::Json => json::parse(line, record),
-            Self::Csv(columns) => columns.read(line, record),
+    /// Returns whether it has this part of a request.
+    pub(super) fn has(&self, wanted: Core) -> bool {
+        self.pieces.iter().any(|piece| matches!(piece.field, Field::Core(core, _) if core == wanted))
+    }
+
+    /// Returns whether lines start with a host.
+    pub(super) fn starts_with_host(&self) -> bool {
+        matches!(self.pieces[..], [Piece { field: Field::Core(Core::Host, _), .. }, ..])
+    }
+
+    /// Reads the fields of a line. Returns whether the line has all of them, and nothing else.
+    pub(super) fn scan<'l>(
+        &self,
+        line: &'l str,
+        parts: &mut LineParts<'l, '_>,
+    ) -> Result<bool, &'static str> {
+        let mut rest = line.strip_prefix(&*self.start).ok_or("it does not have the format")?;
+        let count = if parts.only_time && self.time_end > 0 { self.time_end } else { self.pieces.len() };
+        for piece in &self.pieces[..count] {
+            let (value, after) = piece.split(rest)?;
+            parts.add(&piece.field, Cow::Borrowed(value));
+            match after {
+                Some(after) => rest = after,
+                // The line ends early, and the required parts are checked later.
+                None => return Ok(piece.after.is_empty() && rest.len() == value.len()),
+            }
+        }
+        Ok(rest.is_empty())
+    }
+}
+
+impl Piece {
+    /// Splits a text into the value and the text after the literal, if it has the literal.
+    fn split<'l>(&self, rest: &'l str) -> Result<(&'l str, Option<&'l str>), &'static str> {
+        let literal = &*self.after;
+        if literal.is_empty() {
+            let is_end = |c: char| match self.field {
+                Field::Core(Core::Host, _) => c == '/',
+                Field::Core(Core::Time | Core::Request, _) | Field::Attribute(_) => false,
+                _ => c == ' ' || c == '\t',
+            };
+            let (value, after) = rest.split_at(rest.find(is_end).unwrap_or(rest.len()));
+            return Ok((value, Some(after).filter(|after| after.starts_with('/'))));
+        }
+        let own_quotes = !self.is_quoted && rest.starts_with('"') && literal.starts_with([' ', '\t']);
+        if self.is_quoted || own_quotes {
+            let start = usize::from(own_quotes);
+            let end = quote_end(&rest.as_bytes()[start..]).ok_or("a quote in it is not closed")?;
+            let (value, after) = (&rest[start..start + end], &rest[start + end + start..]);
+            return Ok((value, skip(after, literal)));
+        }
+        let bytes = rest.as_bytes();
+        let (mut from, mut words) = (0, self.words);
+        while let Some(at) = memchr::memchr(literal.as_bytes()[0], &bytes[from..]) {
+            if let Some(after) = skip(&rest[from + at..], literal) {
+                words -= 1;
+                if words == 0 {
+                    return Ok((&rest[..from + at], Some(after)));
+                }
+                from = rest.len() - after.len();
+            } else {
+                from += at + 1;
+            }
+        }
+        Ok((rest, None))
+    }
+}
+
+/// Returns the text after a literal. A space in it stands for any number of blanks.
+fn skip<'l>(text: &'l str, literal: &str) -> Option<&'l str> {
+    let mut rest = text;
+    for part in literal.split_inclusive(' ') {
+        let part = part.strip_suffix(' ').map_or((part, false), |part| (part, true));
+        rest = rest.strip_prefix(part.0)?;
+        if part.1 {
+            let trimmed = rest.trim_start_matches([' ', '\t']);
+            if trimmed.len() == rest.len() {
+                return None;
+            }
+            rest = trimmed;
         }
     }
+    Some(rest)
+}
+
+/// Returns the place of the quote that ends a text. A quote inside it has a backslash.
+pub(super) fn quote_end(bytes: &[u8]) -> Option<usize> {
+    let mut from = 0;
+    loop {
+        let at = from + memchr::memchr2(b'"', b'\\', &bytes[from..])?;
+        if bytes[at] == b'"' {
+            return Some(at);
+        }
+        from = at + 2;
+        if from > bytes.len() {
+            return None;
+        }
+    }
+}
+
+/// Returns the field and length of a directive of nginx, and the number of words of its value, which
+/// `${time:2}` says.
+fn nginx(text: &str) -> Option<(Field, usize, usize)> {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let name = text.strip_prefix('$')?;
+    if let Some(inner) = name.strip_prefix('{') {
+        let (inner, _) = inner.split_once('}')?;
+        let (name, words) = inner.split_once(':').unwrap_or((inner, "1"));
+        return Some((Field::named(name), inner.len() + 3, words.parse().ok().filter(|words| *words > 0)?));
+    }
+    let length = name.find(|c| !is_part(c)).unwrap_or(name.len());
+    (length > 0).then(|| (Field::named(&name[..length]), length + 1, 1))
+}
+
+/// Returns the field and length of a directive of Envoy, such as `%REQ(:PATH)%`.
+fn envoy(text: &str) -> Option<(Field, usize)> {
+    let inner = text.strip_prefix('%')?;
+    let is_part = |c: char| c.is_ascii_uppercase() || c == '_' || c.is_ascii_digit();
+    let length = inner.find(|c| !is_part(c)).filter(|length| *length > 1)?;
+    let (name, rest) = inner.split_at(length);
+    let (argument, rest) = match rest.strip_prefix('(') {
+        Some(rest) => rest.split_once(')')?,
+        None => ("", rest),
+    };
+    let end = rest.find('%')?;
+    let used = text.len() - rest.len() + end + 1;
+    let field = match name {
+        "REQ" => match argument.split('?').next().unwrap_or_default() {
+            pseudo if pseudo.starts_with(':') => Field::named(&pseudo[1..]),
+            "X-ENVOY-ORIGINAL-PATH" => Field::named("requesturi"),
+            header => Field::named(&format!("header.{}", header.to_ascii_lowercase())),
+        },
+        name => Field::named(name),
+    };
+    Some((field, used))
+}
+
+/// Returns the field and length of a directive of Apache, or of gunicorn in `%(…)s`.
+fn apache(text: &str) -> Option<(Field, usize)> {
+    let mut rest = text.strip_prefix('%')?;
+    let is_gunicorn = rest.starts_with('(');
+    rest = rest.strip_prefix('(').unwrap_or(rest);
+    rest = rest.trim_start_matches(|c: char| c.is_ascii_digit() || "!,<>".contains(c));
+    let (argument, rest) = match rest.strip_prefix('{') {
+        Some(inner) => inner.split_once('}')?,
+        None => ("", rest),
+    };
+    let letter = rest.chars().next().filter(char::is_ascii_alphabetic)?;
+    let rest = &rest[1..];
+    let rest = if is_gunicorn { rest.strip_prefix(")s")? } else { rest };
+    let name = match (letter, argument) {
+        ('a', "") if is_gunicorn => "user_agent",
+        ('f', "") if is_gunicorn => "referer",
+        ('h' | 'a', _) => "remote_addr",
+        ('u', _) => "remote_user",
+        ('t', _) => "time",
+        ('r', _) => "request",
+        ('s', _) => "status",
+        ('b' | 'B' | 'O', _) => "bytes",
+        ('m', _) => "method",
+        ('U', _) => "path",
+        ('q', _) => "query",
+        ('v' | 'V', _) => "host",
+        ('i', name) => return Some((Field::header(name), text.len() - rest.len())),
+        ('C', name) => {
+            let cookie = Field::Attribute(format!("cookie.{name}").into());
+            return Some((cookie, text.len() - rest.len()));
+        }
+        _ => "_",
+    };
+    Some((Field::named(name), text.len() - rest.len()))
 }

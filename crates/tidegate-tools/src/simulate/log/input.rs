@@ -1,12 +1,14 @@
 //! Bytes of a log file: opened, decompressed and split into lines.
 
 use std::fs::File;
-use std::io::{self, BufRead, Read};
-use std::path::Path;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use flate2::read::MultiGzDecoder;
+use bzip2::bufread::MultiBzDecoder;
+use flate2::bufread::MultiGzDecoder;
+use lzma_rust2::XzReader;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
@@ -18,37 +20,96 @@ pub(super) const MAX_LINE_BYTES: usize = 64 * 1024;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
+const BZIP2_MAGIC: [u8; 3] = *b"BZh";
+const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
+/// First bytes of a text in UTF-16, as PowerShell writes it, little and big endian.
+const UTF16_MARKS: [[u8; 2]; 2] = [[0xff, 0xfe], [0xfe, 0xff]];
+
 pub(super) type LogSource = Box<dyn Read>;
 
-/// Opens a file, or the standard input for `-`. Returns its bytes, decompressed, and its size if it
-/// is a regular file. The bytes that are read are added to `read`.
-pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> anyhow::Result<(LogSource, Option<u64>)> {
+/// Returns the files that a path names: itself, those of a folder, or those of a pattern.
+pub(super) fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let text = path.to_str().unwrap_or_default();
+    let pattern = if path.is_dir() {
+        format!("{}/**/*", glob::Pattern::escape(text))
+    } else if text.contains(['*', '?', '[']) && !path.exists() {
+        text.to_owned()
+    } else {
+        return Ok(vec![path.to_owned()]);
+    };
+    let is_shown = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        path.is_file() && !name.is_some_and(|name| name.starts_with('.'))
+    };
+    let files = glob::glob(&pattern)?.filter_map(Result::ok).filter(is_shown);
+    let files: Vec<PathBuf> = files.collect();
+    anyhow::ensure!(!files.is_empty(), "no file has such a name");
+    Ok(files)
+}
+
+/// Opens a file, or the standard input for `-`, and returns its bytes, decompressed. The bytes that
+/// are read are added to `read`.
+pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> io::Result<LogSource> {
     let read = Arc::clone(read);
     if path.as_os_str() == "-" {
-        return Ok((decompressed(CountingReader { source: io::stdin().lock(), read })?, None));
+        return decompressed(CountingReader { source: io::stdin().lock(), read });
     }
-    let file = File::open(path)?;
-    let metadata = file.metadata()?;
-    anyhow::ensure!(!metadata.is_dir(), "this is a folder: name the files in it");
-    let size = metadata.is_file().then_some(metadata.len());
-    Ok((decompressed(CountingReader { source: file, read })?, size))
+    decompressed(CountingReader { source: File::open(path)?, read })
 }
 
 /// Recognizes the compression by the first bytes.
 fn decompressed(mut source: impl Read + 'static) -> io::Result<LogSource> {
-    let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
-    (&mut source).take(ZSTD_MAGIC.len() as u64).read_to_end(&mut start)?;
-    let is_gzip = start.starts_with(&GZIP_MAGIC);
-    let is_zstd = start == ZSTD_MAGIC;
-    let whole = io::Cursor::new(start).chain(source);
-    Ok(if is_gzip {
-        Box::new(MultiGzDecoder::new(io::BufReader::with_capacity(BLOCK_BYTES, whole)))
-    } else if is_zstd {
-        let source = io::BufReader::with_capacity(BLOCK_BYTES, whole);
+    let mut start = Vec::with_capacity(XZ_MAGIC.len());
+    (&mut source).take(XZ_MAGIC.len() as u64).read_to_end(&mut start)?;
+    let has = |magic: &[u8]| start.starts_with(magic);
+    let (gzip, zstd, bzip2, xz) =
+        (has(&GZIP_MAGIC), has(&ZSTD_MAGIC), has(&BZIP2_MAGIC), has(&XZ_MAGIC));
+    let utf16 = UTF16_MARKS.iter().position(|mark| has(mark));
+    let source = BufReader::with_capacity(BLOCK_BYTES, io::Cursor::new(start).chain(source));
+    Ok(if gzip {
+        Box::new(MultiGzDecoder::new(source))
+    } else if zstd {
         Box::new(ZstdReader { source, decoder: FrameDecoder::new(), is_in_frame: false })
+    } else if bzip2 {
+        Box::new(MultiBzDecoder::new(source))
+    } else if xz {
+        Box::new(XzReader::new(source, true))
+    } else if let Some(endian) = utf16 {
+        Box::new(Utf16Reader { source, is_big_endian: endian == 1, text: Vec::new() })
     } else {
-        Box::new(whole)
+        Box::new(source)
     })
+}
+
+/// Reader that converts UTF-16 to UTF-8.
+struct Utf16Reader<R> {
+    source: R,
+    is_big_endian: bool,
+    /// Converted bytes that are not read yet.
+    text: Vec<u8>,
+}
+
+impl<R: Read> Read for Utf16Reader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.text.is_empty() {
+            let mut units = Vec::with_capacity(4_096);
+            let mut pair = [0; 2];
+            // A pair of surrogates is not split.
+            while units.len() < 4_096 || units.last().is_some_and(|it| (0xd800..0xdc00).contains(it)) {
+                if self.source.read(&mut pair[..1])? == 0 {
+                    break;
+                }
+                self.source.read_exact(&mut pair[1..])?;
+                let endian = if self.is_big_endian { u16::from_be_bytes } else { u16::from_le_bytes };
+                units.push(endian(pair));
+            }
+            self.text = String::from_utf16_lossy(&units).into_bytes();
+        }
+        let length = self.text.len().min(buffer.len());
+        buffer[..length].copy_from_slice(&self.text[..length]);
+        self.text.drain(..length);
+        Ok(length)
+    }
 }
 
 struct CountingReader<R> {
@@ -126,13 +187,13 @@ pub(super) enum LogLine<'a> {
 
 /// Splits bytes into lines, without an allocation per line.
 pub(super) struct LineReader<R> {
-    source: io::BufReader<R>,
+    source: BufReader<R>,
     line: Vec<u8>,
 }
 
 impl<R: Read> LineReader<R> {
     pub(super) fn new(source: R) -> Self {
-        Self { source: io::BufReader::with_capacity(BLOCK_BYTES, source), line: Vec::new() }
+        Self { source: BufReader::with_capacity(BLOCK_BYTES, source), line: Vec::new() }
     }
 
     /// Returns the next line, without its line break.

@@ -14,8 +14,12 @@ pub struct Record {
     /// Time in microseconds since the Unix epoch.
     pub(super) time: u64,
     pub(super) cost: Option<u64>,
-    /// Status of the response.
+    /// Status of the response, and its size.
     pub(super) status: Option<u16>,
+    pub(super) bytes: Option<u64>,
+    /// Index of its file, and the number of its line from 1.
+    pub(super) file: usize,
+    pub(super) line: u64,
     /// Names and values of the attributes, one after the other.
     text: String,
     attributes: Vec<Attribute>,
@@ -30,9 +34,20 @@ struct Attribute {
 }
 
 impl Record {
+    /// Returns the index of its file among those of the [`LogReader`](super::LogReader).
+    pub fn file(&self) -> usize {
+        self.file
+    }
+
+    /// Returns the number of its line in its file, from 1.
+    pub fn line(&self) -> u64 {
+        self.line
+    }
+
     pub(super) fn clear(&mut self) {
         self.cost = None;
         self.status = None;
+        self.bytes = None;
         self.text.clear();
         self.attributes.clear();
     }
@@ -44,18 +59,11 @@ impl Record {
 
     /// Adds an attribute, `target` (a path and query) or `ip`, unless it is empty.
     pub(super) fn push(&mut self, name: &str, value: &str) {
-        if !value.is_empty() {
-            self.push_parts("", name, value);
+        if value.is_empty() {
+            return;
         }
-    }
-
-    pub(super) fn push_header(&mut self, name: &str, value: &str) {
-        self.push_parts("header.", name, value);
-    }
-
-    fn push_parts(&mut self, prefix: &str, name: &str, value: &str) {
         let start = self.text.len();
-        self.text.extend([prefix, name]);
+        self.text.push_str(name);
         let middle = self.text.len();
         self.text.push_str(value);
         self.attributes.push(Attribute { start, value: middle, end: self.text.len() });
@@ -81,8 +89,13 @@ impl Record {
         Some(values.fold(Cow::Borrowed(first), |all, value| Cow::Owned(format!("{all}, {value}"))))
     }
 
+    /// Returns the path with its query, as it is written.
+    pub fn target(&self) -> Option<&str> {
+        self.split_target().map(|(_, target)| target)
+    }
+
     /// Returns the target, and before it the host that a request to a proxy has.
-    fn target(&self) -> Option<(Option<&str>, &str)> {
+    fn split_target(&self) -> Option<(Option<&str>, &str)> {
         let target = self.last("target")?;
         let Some((_, rest)) = target.split_once("://").filter(|_| !target.starts_with('/')) else {
             return Some((None, target));
@@ -92,14 +105,14 @@ impl Record {
     }
 
     fn path(&self) -> Option<&str> {
-        let (authority, target) = self.target()?;
+        let (authority, target) = self.split_target()?;
         let path = target.split(['?', '#']).next()?;
         Some(if path.is_empty() && authority.is_some() { "/" } else { path })
     }
 
     /// Returns the host. The request line takes precedence over the header, as in the gateway.
     fn host(&self) -> Option<Cow<'_, str>> {
-        let authority = self.target().and_then(|(authority, _)| authority);
+        let authority = self.split_target().and_then(|(authority, _)| authority);
         let host = authority.and_then(|authority| authority.rsplit('@').next());
         host.or_else(|| self.last("host")).map(tidegate::normalize_host)
     }
@@ -111,8 +124,8 @@ impl Record {
         if let Some(cookie) = cookie {
             headers.insert(http::header::COOKIE, cookie);
         }
-        let target = self.target().map(|(_, target)| target);
-        read(&RequestParts::forwarded(&headers, String::new()).with_path_and_query(target))
+        let parts = RequestParts::forwarded(&headers, String::new());
+        read(&parts.with_path_and_query(self.target()))
     }
 }
 
@@ -122,6 +135,8 @@ impl Attributes for Record {
             "method" => self.last(name).map(Cow::Borrowed),
             "path" => self.path().map(Cow::Borrowed),
             "host" => self.host(),
+            "status" => self.status.map(|status| Cow::Owned(status.to_string())),
+            "bytes" => self.bytes.map(|bytes| Cow::Owned(bytes.to_string())),
             _ => self.joined(name).or_else(|| match name.split_once('.')? {
                 ("query" | "cookie", _) => {
                     self.with_parts(|parts| parts.get(name).map(|it| Cow::Owned(it.into_owned())))
@@ -148,8 +163,11 @@ impl TrafficRequest for Record {
     }
 
     fn address(&self) -> Option<Cow<'_, str>> {
-        // The peer, if the server does not log the client behind it.
-        self.last("ip").or_else(|| self.last("remote_ip")).map(Cow::Borrowed)
+        self.last("ip").map(Cow::Borrowed)
+    }
+
+    fn forwarded(&self) -> [Option<Cow<'_, str>>; 2] {
+        ["header.x-forwarded-for", "header.forwarded"].map(|name| self.joined(name))
     }
 
     fn cost(&self) -> Option<u64> {

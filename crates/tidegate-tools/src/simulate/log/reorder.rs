@@ -5,18 +5,23 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use super::record::Record;
 
-/// Time by which a line may be late, in microseconds.
-pub(super) const MAX_LATENESS: u64 = 5_000_000;
-/// Maximum number of lines, and of their bytes, that are held back to be sorted.
+/// Default time by which a line may be late, in microseconds.
+pub(super) const DEFAULT_WINDOW: u64 = 5_000_000;
+/// Maximum number of lines, and of their bytes, that are held back to be sorted. A window that the
+/// user chose needs more.
 const MAX_LINES: usize = 16_384;
 const MAX_BYTES: usize = 16 * 1024 * 1024;
+const MAX_CHOSEN_BYTES: usize = 1024 * 1024 * 1024;
 
 /// Line that is held back: its time, its number among all lines, and its slot.
 type HeldLine = (u64, u64, usize);
 
 /// Lines that are held back until no earlier line can follow.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Reorder {
+    window: u64,
+    max_lines: usize,
+    max_bytes: usize,
     slots: Vec<Record>,
     free: Vec<usize>,
     /// Lines that came in order, as nearly all do: they cost no sorting.
@@ -32,6 +37,26 @@ pub(super) struct Reorder {
 }
 
 impl Reorder {
+    /// Creates an empty buffer. Lines that are in order need no window.
+    pub(super) fn new(window: u64) -> Self {
+        let is_chosen = window > DEFAULT_WINDOW;
+        Self {
+            window,
+            max_lines: if is_chosen { usize::MAX } else { MAX_LINES },
+            max_bytes: if is_chosen { MAX_CHOSEN_BYTES } else { MAX_BYTES },
+            slots: Vec::new(),
+            free: Vec::new(),
+            in_order: VecDeque::new(),
+            out_of_order: BinaryHeap::new(),
+            bytes: 0,
+            pushed: 0,
+            newest: 0,
+            released: 0,
+            reordered: 0,
+            late: 0,
+        }
+    }
+
     /// Returns an empty record to fill.
     pub(super) fn take_slot(&mut self) -> (usize, &mut Record) {
         let slot = self.free.pop().unwrap_or_else(|| {
@@ -52,14 +77,14 @@ impl Reorder {
         &self.slots[slot]
     }
 
-    /// Holds back the line in this slot.
-    pub(super) fn push(&mut self, slot: usize) {
+    /// Holds back the line in this slot. Returns by how many microseconds it came too late.
+    pub(super) fn push(&mut self, slot: usize) -> u64 {
         let record = &mut self.slots[slot];
         self.bytes += record.len();
-        let is_late = record.time < self.released;
+        let lateness = self.released.saturating_sub(record.time);
         record.time = record.time.max(self.released);
         let time = record.time;
-        if is_late {
+        if lateness > 0 {
             self.late += 1;
         } else if time < self.newest {
             self.reordered += 1;
@@ -72,6 +97,7 @@ impl Reorder {
             self.out_of_order.push(Reverse(entry));
         }
         self.newest = self.newest.max(time);
+        lateness
     }
 
     /// Returns the time and slot of the earliest line, if no earlier one can follow.
@@ -80,9 +106,10 @@ impl Reorder {
         let other = self.out_of_order.peek().map(|Reverse(entry)| *entry);
         let (time, _, slot) = [first, other].into_iter().flatten().min()?;
         let is_ready = is_at_end
-            || self.newest - time > MAX_LATENESS
-            || self.in_order.len() + self.out_of_order.len() >= MAX_LINES
-            || self.bytes >= MAX_BYTES;
+            || self.window == 0
+            || self.newest - time > self.window
+            || self.in_order.len() + self.out_of_order.len() >= self.max_lines
+            || self.bytes >= self.max_bytes;
         if !is_ready {
             return None;
         }
@@ -124,7 +151,7 @@ mod tests {
     #[test]
     fn lines_within_five_seconds_are_sorted_and_later_ones_moved() {
         let second = 1_000_000;
-        let mut reorder = Reorder::default();
+        let mut reorder = Reorder::new(DEFAULT_WINDOW);
         let seconds = [10, 12, 11, 15, 10, 30, 26, 14, 40].map(|time| time * second);
         let sorted = [10, 10, 11, 12, 15, 15, 26, 30, 40].map(|time| time * second);
         assert_eq!(released(&mut reorder, seconds), sorted);
@@ -133,7 +160,7 @@ mod tests {
 
     #[test]
     fn number_of_lines_is_bounded() {
-        let mut reorder = Reorder::default();
+        let mut reorder = Reorder::new(DEFAULT_WINDOW);
         let count = 3 * MAX_LINES as u64;
         assert_eq!(released(&mut reorder, 0..count).len(), 3 * MAX_LINES);
         assert!(reorder.slots.len() <= MAX_LINES, "{}", reorder.slots.len());

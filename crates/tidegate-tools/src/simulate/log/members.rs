@@ -1,0 +1,187 @@
+//! [`Members`]: lines whose values have names: JSON, `key=value` pairs (logfmt), and labels (LTSV).
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use super::field::Field;
+use super::format::quote_end;
+use super::line::LineParts;
+
+const NOT_JSON: &str = "it is not a JSON object";
+/// Maximum depth of objects and lists.
+const MAX_DEPTH: usize = 100;
+/// Maximum number of names that are kept. Further ones are looked up each time.
+const MAX_NAMES: usize = 4_096;
+
+/// Syntax of the names and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Syntax {
+    Json,
+    /// `key=value key="a text"`
+    Logfmt,
+    /// `label:value` between tabs.
+    Ltsv,
+}
+
+/// Scanner of named values. It learns the meaning of each name once.
+#[derive(Debug, Clone)]
+pub(super) struct Members {
+    syntax: Syntax,
+    /// Names that the user gave, and their fields.
+    named: Vec<(String, Field)>,
+    fields: HashMap<Box<str>, Field>,
+    /// Names of the current value and its parents, with dots between them.
+    path: String,
+}
+
+impl Members {
+    pub(super) fn new(syntax: Syntax, named: &[(String, Field)]) -> Self {
+        Self { syntax, named: named.to_vec(), fields: HashMap::new(), path: String::new() }
+    }
+
+    /// Reads the values of a line.
+    pub(super) fn scan<'l>(
+        &mut self,
+        line: &'l str,
+        parts: &mut LineParts<'l, '_>,
+    ) -> Result<(), &'static str> {
+        match self.syntax {
+            Syntax::Json => {
+                self.path.clear();
+                let line = line.trim_ascii();
+                let rest = line.starts_with('{').then(|| self.value(line, 0, parts)).flatten();
+                rest.filter(|rest| rest.is_empty()).map(|_| ()).ok_or(NOT_JSON)
+            }
+            Syntax::Ltsv => {
+                for label in line.split('\t') {
+                    if let Some((name, value)) = label.split_once(':') {
+                        self.add(name, Cow::Borrowed(value), parts);
+                    }
+                }
+                Ok(())
+            }
+            Syntax::Logfmt => self.pairs(line, parts),
+        }
+    }
+
+    /// Returns the names that were read.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.fields.keys().map(|name| &**name)
+    }
+
+    fn add<'l>(&mut self, name: &str, value: Cow<'l, str>, parts: &mut LineParts<'l, '_>) {
+        if let Some(field) = self.fields.get(name) {
+            parts.add(field, value);
+            return;
+        }
+        let same = |(known, _): &&(String, Field)| known == name;
+        let named = self.named.iter().find(same).map(|(_, field)| field.clone());
+        // Labels have the client as their host.
+        let is_client = self.syntax == Syntax::Ltsv && name == "host";
+        let field = named.unwrap_or_else(|| Field::named(if is_client { "ip" } else { name }));
+        parts.add(&field, value);
+        if self.fields.len() < MAX_NAMES {
+            self.fields.insert(name.into(), field);
+        }
+    }
+
+    fn pairs<'l>(
+        &mut self,
+        line: &'l str,
+        parts: &mut LineParts<'l, '_>,
+    ) -> Result<(), &'static str> {
+        let mut rest = line.trim_ascii();
+        while !rest.is_empty() {
+            let end = rest.find([' ', '=']).unwrap_or(rest.len());
+            let (name, after) = rest.split_at(end);
+            let Some(value) = after.strip_prefix('=') else {
+                rest = after.trim_ascii_start();
+                continue;
+            };
+            let (value, after) = match value.strip_prefix('"') {
+                Some(quoted) => {
+                    let end = quote_end(quoted.as_bytes()).ok_or("a quote in it is not closed")?;
+                    (super::field::unescaped(Cow::Borrowed(&quoted[..end])), &quoted[end + 1..])
+                }
+                None => {
+                    let (value, after) = value.split_at(value.find(' ').unwrap_or(value.len()));
+                    (Cow::Borrowed(value), after)
+                }
+            };
+            self.add(name, value, parts);
+            rest = after.trim_ascii_start();
+        }
+        Ok(())
+    }
+
+    /// Reads a value of JSON at the start of a text, and returns the text after it. The values of a
+    /// list have the name of the list.
+    fn value<'l>(
+        &mut self,
+        text: &'l str,
+        depth: usize,
+        parts: &mut LineParts<'l, '_>,
+    ) -> Option<&'l str> {
+        let (first, inner) = text.split_at_checked(1)?;
+        let is_object = first == "{";
+        match first {
+            "{" | "[" if depth < MAX_DEPTH => {
+                let close = if is_object { '}' } else { ']' };
+                let mut rest = inner.trim_ascii_start();
+                if let Some(rest) = rest.strip_prefix(close) {
+                    return Some(rest.trim_ascii_start());
+                }
+                let parents = self.path.len();
+                loop {
+                    if is_object {
+                        let (name, after) = string(rest)?;
+                        if parents > 0 {
+                            self.path.push('.');
+                        }
+                        self.path.push_str(&name);
+                        rest = after.strip_prefix(':')?.trim_ascii_start();
+                    }
+                    rest = self.value(rest, depth + 1, parts)?;
+                    self.path.truncate(parents);
+                    match rest.strip_prefix(',') {
+                        Some(after) => rest = after.trim_ascii_start(),
+                        None => return Some(rest.strip_prefix(close)?.trim_ascii_start()),
+                    }
+                }
+            }
+            "\"" => {
+                let (value, rest) = string(text)?;
+                let path = std::mem::take(&mut self.path);
+                self.add(&path, value, parts);
+                self.path = path;
+                Some(rest)
+            }
+            _ => {
+                let is_end = |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
+                let (value, rest) = text.split_at(text.as_bytes().iter().position(|it| is_end(it))?);
+                let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-')
+                    && value.bytes().all(|it| it.is_ascii_digit() || b"+-.eE".contains(&it));
+                if is_number {
+                    let path = std::mem::take(&mut self.path);
+                    self.add(&path, Cow::Borrowed(value), parts);
+                    self.path = path;
+                }
+                (is_number || ["true", "false", "null"].contains(&value))
+                    .then(|| rest.trim_ascii_start())
+            }
+        }
+    }
+}
+
+/// Reads a string of JSON, and returns the text after it.
+fn string(text: &str) -> Option<(Cow<'_, str>, &str)> {
+    let quoted = text.strip_prefix('"')?;
+    let end = quote_end(quoted.as_bytes())?;
+    let (value, rest) = (&quoted[..end], quoted[end + 1..].trim_ascii_start());
+    let value = if value.contains('\\') {
+        Cow::Owned(serde_json::from_str(&text[..end + 2]).ok()?)
+    } else {
+        Cow::Borrowed(value)
+    };
+    Some((value, rest))
+}
