@@ -227,6 +227,26 @@ impl Endpoint {
         }
     }
 
+    /// Sends a call of the API on a connection of its own, and returns the decision.
+    pub async fn post(&self, call: &str, body: &Value) -> anyhow::Result<Bytes> {
+        let request = self.request(Method::POST, self.call_path(call)?.as_str());
+        let request = request.header(header::CONTENT_TYPE, "application/json");
+        let request = request.body(Full::from(serde_json::to_vec(body)?))?;
+        let exchange = async {
+            let response = self.open().await?.send_request(request).await?;
+            let status = response.status();
+            Ok::<_, anyhow::Error>((status, read_body(response.into_body()).await?))
+        };
+        let (status, body) = tokio::time::timeout(self.timeout, exchange)
+            .await
+            .with_context(|| format!("no answer within {:?}", self.timeout))??;
+        if body.starts_with(b"{\"allowed\":") {
+            return Ok(body);
+        }
+        let foreign = || "this is not an answer of Tidegate's HTTP API".to_owned();
+        bail!("HTTP {status}: {}", problem_detail(&body).unwrap_or_else(foreign))
+    }
+
     /// Sends a GET request, the only one of a connection.
     pub async fn get(
         &self,

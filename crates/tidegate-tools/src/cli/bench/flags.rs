@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use clap::Args;
 use clap::builder::FalseyValueParser;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tidegate::{Policy, Quota};
 use tidegate_config::duration;
 
@@ -287,18 +287,7 @@ impl LoadPolicyFlags {
 
     /// Returns the quota as the HTTP API has it.
     pub(super) fn quota_body(&self, quota: &Quota) -> Value {
-        let mut body = json!({
-            "algorithm": quota.algorithm().as_str(),
-            "limit": quota.limit(),
-            "window": format!("{}us", tidegate_api::duration::micros(quota.window())),
-        });
-        if let Some(burst) = self.quota.burst {
-            body["burst"] = json!(burst);
-        }
-        if let Some(encoding) = self.quota.encoding {
-            body["encoding"] = json!(encoding.as_str());
-        }
-        body
+        self.quota.body(quota)
     }
 }
 
