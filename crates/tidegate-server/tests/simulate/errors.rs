@@ -26,7 +26,9 @@ fn invalid_input_is_one_line_and_writes_nothing() {
     let bad_csv = folder.write("bad.csv", "ip,path\n1.2.3.4,/\n");
     let no_time = folder.write("bad.log", format!("{}\n", "x [y] \"GET / HTTP/1.1\""));
     let host_names = folder.write("names.log", combined("client.example", 1, "/"));
-    let folder_path = folder.0.path().to_str().expect("UTF-8").to_owned();
+    let no_files = Folder::new();
+    let empty_folder = no_files.0.path().to_str().expect("UTF-8").to_owned();
+    let rules = folder.write("rules.yaml", "domain: a\ndescriptors: [{key: remote_address}]\n");
     let missing = folder.path("missing.log");
     let missing = missing.to_str().expect("UTF-8");
     let (svg, decisions) = (folder.path("a.svg"), folder.path("a.jsonl"));
@@ -40,7 +42,7 @@ fn invalid_input_is_one_line_and_writes_nothing() {
         (vec!["--load", "steady"], "give --limit and --window"),
         (vec!["--load", "storm", "--limit", "5", "--window", "1s"], "invalid value 'storm'"),
         (log_of(missing), "missing.log: No such file"),
-        (log_of(&folder_path), "this is a folder"),
+        (log_of(&empty_folder), "no file has such a name"),
         (log_of(&empty), "empty.log has no lines"),
         (log_of(&binary), "binary.log: its format is unknown"),
         (log_of(&no_break), "line.log: its format is unknown"),
@@ -49,10 +51,10 @@ fn invalid_input_is_one_line_and_writes_nothing() {
         (log_of(&gzip), "half.gz: line"),
         (log_of(&zstd), "half.zst: line"),
         (log_of(&host_names), "no request could be decided: a policy needs ip"),
-        ([log_of(&log), vec!["--access-log-format", "json"]].concat(), "no line is a request"),
+        ([log_of(&log), vec!["--log-format", "json"]].concat(), "no line is a request"),
         (
-            [log_of(&bad_csv), vec!["--access-log-format", "csv"]].concat(),
-            "its first line must name the columns",
+            [log_of(&bad_csv), vec!["--log-format", "csv"]].concat(),
+            "or name columns in its first line",
         ),
         ([log_of(&log), vec!["--attribute", "path=/"]].concat(), "--attribute is for generated"),
         ([log_of(&log), vec!["--load", "steady"]].concat(), "cannot be used with"),
@@ -80,6 +82,7 @@ fn invalid_input_is_one_line_and_writes_nothing() {
         ),
         (vec!["--load", "steady", "--config", &broken], "broken.yaml:1:"),
         (vec!["--load", "steady", "--config", &no_policies], "it has no policies"),
+        (vec!["--load", "steady", "--config", &rules], "this is a rule file of Envoy's"),
         (vec!["--load", "steady", "--config", missing], "missing.log: cannot be read"),
         (vec!["--load", "steady", "--config", &config], "no policy of"),
         (vec!["--access-log", &log, "--config", &config], "no policy of"),

@@ -14,8 +14,12 @@ mod differential;
 mod errors;
 /// Pictures of the documents.
 mod figures;
-/// Logs of several files and formats.
+/// Formats of many servers, and hostile lines.
+mod formats;
+/// Logs of several files, and their columns.
 mod logs;
+/// Lines out of order, encodings, and the requests that are chosen.
+mod order;
 /// Tables, JSON, pictures, comparisons.
 mod output;
 /// Logs of nginx, Apache, Caddy, Traefik and the gateway.

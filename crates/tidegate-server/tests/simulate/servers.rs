@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::client::Client;
 use crate::support::{Service, TEST_TIMEOUT, free_port};
@@ -175,10 +175,8 @@ http {
     // A client that speaks TLS to a plain port.
     Client(5).send_bytes(server.address, b"\x16\x03\x01\x02 hello\r\n\r\n");
     let log = server.log(count + 1);
-    let output = simulate(&["--access-log", &log, "--limit", "5", "--window", "1h"]);
-    let table = text(&output.stdout);
-    assert!(table.contains(" lines, 1 bad"), "{table}");
-    assert!(table.contains("its request is not HTTP: 127.0.0.5"), "{table}");
+    let found = report(&["--access-log", &log, "--limit", "5", "--window", "1h", "--strict"]);
+    assert_eq!((&found["lines"]["not_http"], &found["lines"]["bad"]), (&json!(1), &json!(0)));
 }
 
 #[test]
@@ -300,6 +298,51 @@ policies:
         assert!(denied > 20, "{denied}");
         assert_eq!(report["variants"][0]["denied"], denied, "{format}");
         assert_eq!(report["variants"][0]["admitted"], 200 - denied, "{format}");
+    }
+}
+
+#[test]
+fn clients_behind_trusted_proxies_are_those_of_the_gateway() {
+    let policies = "
+client_ip: {trusted_proxies: [127.0.0.0/8, 10.0.0.0/8]}
+policies:
+  - {name: address, key: [ip], limit: 3, window: 100d}
+";
+    let folder = Folder::new();
+    let config = folder.write("tidegate.yaml", policies);
+    let gateway = Service::gateway(policies, &[&upstream()]);
+    let address: SocketAddr = gateway.http.parse().expect("an address");
+    let hops = [
+        "203.0.113.1",
+        "203.0.113.1, 10.0.0.2",
+        "198.51.100.7, 203.0.113.1",
+        "203.0.113.2:4711, 10.0.0.2",
+        "[2001:db8::1]:80",
+        "2001:db8::2, 10.0.0.3",
+        "unknown, 10.0.0.9",
+        "10.0.0.4",
+        "-",
+    ];
+    let (mut log, mut json, mut denied) = (String::new(), String::new(), 0);
+    for number in 0..90 {
+        let list = hops[number % hops.len()];
+        let headers: &[(&str, &str)] = &[("X-Forwarded-For", list)];
+        let headers = if list == "-" { &[] } else { headers };
+        denied += usize::from(Client(9).get(address, "/", headers).status == 429);
+        let time = format!("16/Nov/2026:07:{:02}:{:02} +0000", number / 60, number % 60);
+        let request = "GET / HTTP/1.1";
+        log += &format!("127.0.0.9 - - [{time}] \"{request}\" 200 5 \"-\" \"-\" \"{list}\"\n");
+        let list = json!(list);
+        json += &format!(
+            "{{\"time_local\":\"{time}\",\"remote_addr\":\"127.0.0.9\",\"request\":\"{request}\",\
+             \"http_x_forwarded_for\":{list}}}\n"
+        );
+    }
+    assert!(denied > 20, "{denied}");
+    for lines in [log, json] {
+        let log = folder.write("access.log", lines);
+        let found = report(&["--access-log", &log, "--config", &config, "--strict"]);
+        assert_eq!(found["variants"][0]["denied"], denied, "{found}");
     }
 }
 

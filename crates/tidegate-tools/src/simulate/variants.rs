@@ -10,6 +10,9 @@ use tidegate::{Algorithm, ClientIp, Policies, Policy, Quota};
 use super::Variant;
 use tidegate_config::Config;
 
+/// Attributes of log lines besides those of requests.
+const LOG_ATTRIBUTES: [&str; 3] = ["status", "bytes", "remote_user"];
+
 /// Numbers that replace those of a policy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct QuotaChanges {
@@ -21,11 +24,19 @@ pub struct QuotaChanges {
 
 /// Loads the policies of a file.
 pub fn load(flag: &str, path: &Path) -> anyhow::Result<Variant> {
+    let name = path.display();
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let has = |key: &str| text.lines().any(|line| line.starts_with(key));
+    ensure!(
+        !(has("domain:") && has("descriptors:")),
+        "{flag} {name}: this is a rule file of Envoy's rate limit service. Envoy makes the \
+         descriptors, and no log has them: write the limits as policies, whose keys are ip or headers"
+    );
     let (policies, client_ip) = Config::load_policies(path)?;
+    let rules = if has("envoy:") { ", and the rules for Envoy need descriptors, which no log has" } else { "" };
     ensure!(
         policies.iter().next().is_some(),
-        "{flag} {}: it has no policies, so every request would pass",
-        path.display()
+        "{flag} {name}: it has no policies, so every request would pass{rules}"
     );
     Ok(Variant { name: path.display().to_string(), policies, client_ip })
 }
@@ -40,7 +51,7 @@ pub fn one_policy(changes: QuotaChanges, key: &[String]) -> anyhow::Result<Varia
     if let Some(burst) = changes.burst {
         quota = quota.with_burst(burst)?;
     }
-    let policy = Policy::builder("limit", quota).key(key).build().context("--key")?;
+    let policy = Policy::builder("limit", quota).attributes(LOG_ATTRIBUTES).key(key).build().context("--key")?;
     let policies = Policies::new(vec![policy])?;
     let name = algorithm.as_str().to_owned();
     Ok(Variant { name, policies, client_ip: ClientIp::default() })

@@ -203,6 +203,8 @@ impl Detector {
                     let message = message.trim_ascii();
                     let found = [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(message, it, depth + 1));
                     *inner = Some(Box::new(found.or_else(|| guess(message))?));
+                } else {
+                    members.learn_time();
                 }
                 record.clear();
             }
@@ -328,7 +330,7 @@ fn split_word(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_start_matches([' ', '\t']);
     let bytes = text.as_bytes();
     let held = match bytes.first()? {
-        b'"' => quote_end(&bytes[1..]).map(|end| end + 2),
+        b'"' => quote_end(&bytes[1..]).map(|(end, _)| end + 2),
         b'[' => memchr::memchr(b']', bytes).map(|end| end + 1),
         _ => Some(0),
     };

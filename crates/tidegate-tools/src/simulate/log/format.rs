@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use anyhow::ensure;
 
-use super::field::{Core, Field};
+use super::field::{Core, Field, unescaped};
 use super::line::LineParts;
 
 /// Formats by name. A line may have less than its format: everything after the request.
@@ -123,11 +123,12 @@ impl TextFormat {
         let count = if parts.only_time && self.time_end > 0 { self.time_end } else { self.pieces.len() };
         for piece in &self.pieces[..count] {
             let (value, after) = piece.split(rest)?;
-            parts.add(&piece.field, Cow::Borrowed(value));
+            let length = value.len();
+            parts.add(&piece.field, value);
             match after {
                 Some(after) => rest = after,
                 // The line ends early, and the required parts are checked later.
-                None => return Ok(piece.after.is_empty() && rest.len() == value.len()),
+                None => return Ok(piece.after.is_empty() && rest.len() == length),
             }
         }
         Ok(rest.is_empty())
@@ -136,71 +137,84 @@ impl TextFormat {
 
 impl Piece {
     /// Splits a text into the value and the text after the literal, if it has the literal.
-    fn split<'l>(&self, rest: &'l str) -> Result<(&'l str, Option<&'l str>), &'static str> {
+    fn split<'l>(&self, rest: &'l str) -> Result<(Cow<'l, str>, Option<&'l str>), &'static str> {
         let literal = &*self.after;
-        if literal.is_empty() {
+        let bytes = rest.as_bytes();
+        let is_blank = literal.starts_with([' ', '\t']);
+        let own_quotes = !self.is_quoted && is_blank && bytes.first() == Some(&b'"');
+        if self.is_quoted || own_quotes {
+            let start = usize::from(own_quotes);
+            let (end, has_escapes) =
+                quote_end(&bytes[start..]).ok_or("a quote in it is not closed")?;
+            let (value, after) = (&rest[start..start + end], &rest[start + end + start..]);
+            let value = Cow::Borrowed(value);
+            let value = if has_escapes { unescaped(value) } else { value };
+            return Ok((value, skip(after, literal)));
+        }
+        let (end, after) = self.bare_end(rest);
+        let value = Cow::Borrowed(&rest[..end]);
+        let may_have_escapes =
+            matches!(self.field, Field::Attribute(_) | Field::Core(Core::Target | Core::User, _));
+        Ok((if may_have_escapes { unescaped(value) } else { value }, after))
+    }
+
+    /// Returns the end of a value without quotes, and the text after the literal.
+    fn bare_end<'l>(&self, rest: &'l str) -> (usize, Option<&'l str>) {
+        let literal = &*self.after;
+        let Some(first) = literal.bytes().next() else {
             let is_end = |c: char| match self.field {
                 Field::Core(Core::Host, _) => c == '/',
                 Field::Core(Core::Time | Core::Request, _) | Field::Attribute(_) => false,
                 _ => c == ' ' || c == '\t',
             };
-            let (value, after) = rest.split_at(rest.find(is_end).unwrap_or(rest.len()));
-            return Ok((value, Some(after).filter(|after| after.starts_with('/'))));
-        }
-        let own_quotes = !self.is_quoted && rest.starts_with('"') && literal.starts_with([' ', '\t']);
-        if self.is_quoted || own_quotes {
-            let start = usize::from(own_quotes);
-            let end = quote_end(&rest.as_bytes()[start..]).ok_or("a quote in it is not closed")?;
-            let (value, after) = (&rest[start..start + end], &rest[start + end + start..]);
-            return Ok((value, skip(after, literal)));
-        }
-        let bytes = rest.as_bytes();
+            let end = rest.find(is_end).unwrap_or(rest.len());
+            return (end, Some(&rest[end..]).filter(|after| after.starts_with('/')));
+        };
         let (mut from, mut words) = (0, self.words);
-        while let Some(at) = memchr::memchr(literal.as_bytes()[0], &bytes[from..]) {
-            if let Some(after) = skip(&rest[from + at..], literal) {
-                words -= 1;
-                if words == 0 {
-                    return Ok((&rest[..from + at], Some(after)));
-                }
-                from = rest.len() - after.len();
-            } else {
+        while let Some(at) = rest.as_bytes()[from..].iter().position(|byte| *byte == first) {
+            let Some(after) = skip(&rest[from + at..], literal) else {
                 from += at + 1;
+                continue;
+            };
+            words -= 1;
+            if words == 0 {
+                return (from + at, Some(after));
             }
+            from = rest.len() - after.len();
         }
-        Ok((rest, None))
+        (rest.len(), None)
     }
 }
 
 /// Returns the text after a literal. A space in it stands for any number of blanks.
 fn skip<'l>(text: &'l str, literal: &str) -> Option<&'l str> {
-    let mut rest = text;
-    for part in literal.split_inclusive(' ') {
-        let part = part.strip_suffix(' ').map_or((part, false), |part| (part, true));
-        rest = rest.strip_prefix(part.0)?;
-        if part.1 {
-            let trimmed = rest.trim_start_matches([' ', '\t']);
-            if trimmed.len() == rest.len() {
-                return None;
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    for expected in literal.bytes() {
+        let is_blank = |at: usize| matches!(bytes.get(at), Some(b' ' | b'\t'));
+        if expected == b' ' && is_blank(at) {
+            while is_blank(at) {
+                at += 1;
             }
-            rest = trimmed;
-        }
-    }
-    Some(rest)
-}
-
-/// Returns the place of the quote that ends a text. A quote inside it has a backslash.
-pub(super) fn quote_end(bytes: &[u8]) -> Option<usize> {
-    let mut from = 0;
-    loop {
-        let at = from + memchr::memchr2(b'"', b'\\', &bytes[from..])?;
-        if bytes[at] == b'"' {
-            return Some(at);
-        }
-        from = at + 2;
-        if from > bytes.len() {
+        } else if bytes.get(at) == Some(&expected) {
+            at += 1;
+        } else {
             return None;
         }
     }
+    text.get(at..)
+}
+
+/// Returns the place of the quote that ends a text, and whether there is a backslash before it. A
+/// quote inside the text has one.
+pub(super) fn quote_end(bytes: &[u8]) -> Option<(usize, bool)> {
+    let mut at = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
+    let has_escapes = bytes[at] == b'\\';
+    while bytes[at] == b'\\' {
+        let rest = bytes.get(at + 2..)?;
+        at += 2 + rest.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
+    }
+    Some((at, has_escapes))
 }
 
 /// Returns the field and length of a directive of nginx, and the number of words of its value, which

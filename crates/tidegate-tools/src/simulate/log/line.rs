@@ -2,12 +2,12 @@
 
 use std::borrow::Cow;
 
-use super::field::{Core, Field, unescaped};
+use super::field::{Core, Field};
 use super::record::Record;
 use super::time::TimeParser;
 
 /// Minimum length of a time. A shorter text with such a name is a duration, unless there is no other.
-const MIN_TIME_LENGTH: usize = 10;
+pub(super) const MIN_TIME_LENGTH: usize = 10;
 /// Value in place of a header that the server did not log: Caddy hides credentials this way, and
 /// Traefik can.
 const REDACTED: &str = "REDACTED";
@@ -47,7 +47,7 @@ impl<'l, 'r> LineParts<'l, 'r> {
         match field {
             Field::Skip => {}
             Field::Attribute(_) if is_absent || value == REDACTED || self.only_time => {}
-            Field::Attribute(name) => self.record.push(name, &unescaped(value)),
+            Field::Attribute(name) => self.record.push(name, &value),
             Field::Core(core, rank) => {
                 // An empty request tells that the client did not send one.
                 let is_request = matches!(core, Core::Request | Core::Method | Core::Target);
@@ -96,10 +96,10 @@ impl<'l, 'r> LineParts<'l, 'r> {
             self.record.push("ip", &address);
         }
         if let Some(host) = host {
-            self.record.push("host", &unescaped(host));
+            self.record.push("host", &host);
         }
         if let Some(user) = self.take(Core::User) {
-            self.record.push("remote_user", &unescaped(user));
+            self.record.push("remote_user", &user);
         }
         let forwarded = self.take(Core::Forwarded);
         let last_hop = |list: &&str| {
@@ -136,14 +136,12 @@ impl<'l, 'r> LineParts<'l, 'r> {
             return Err(LineError::NotHttp);
         }
         self.record.push("method", method);
-        let target = unescaped(Cow::Borrowed(target));
         match self.core[Core::Query as usize].take() {
             Some((_, query)) if !target.contains('?') => {
-                let query = unescaped(query);
                 let query = query.strip_prefix('?').unwrap_or(&query);
                 self.record.push("target", &format!("{target}?{query}"));
             }
-            _ => self.record.push("target", &target),
+            _ => self.record.push("target", target),
         }
         Ok(())
     }

@@ -3,9 +3,11 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use super::field::Field;
+use memchr::memmem::Finder;
+
+use super::field::{Core, Field, unescaped};
 use super::format::quote_end;
-use super::line::LineParts;
+use super::line::{LineParts, MIN_TIME_LENGTH};
 
 const NOT_JSON: &str = "it is not a JSON object";
 /// Maximum depth of objects and lists.
@@ -29,14 +31,28 @@ pub(super) struct Members {
     syntax: Syntax,
     /// Names that the user gave, and their fields.
     named: Vec<(String, Field)>,
-    fields: HashMap<Box<str>, Field>,
+    /// Names in the order of the first lines, their fields, and their places. Lines of a file have
+    /// nearly the same names, so the next one is tried before it is looked up.
+    known: Vec<(Box<str>, Field)>,
+    places: HashMap<Box<str>, usize>,
+    next: usize,
+    /// `"NAME":` of the member that has the time, if it is one of the line itself.
+    time_member: Option<Finder<'static>>,
     /// Names of the current value and its parents, with dots between them.
     path: String,
 }
 
 impl Members {
     pub(super) fn new(syntax: Syntax, named: &[(String, Field)]) -> Self {
-        Self { syntax, named: named.to_vec(), fields: HashMap::new(), path: String::new() }
+        Self {
+            syntax,
+            named: named.to_vec(),
+            known: Vec::new(),
+            places: HashMap::new(),
+            next: 0,
+            time_member: None,
+            path: String::new(),
+        }
     }
 
     /// Reads the values of a line.
@@ -45,7 +61,9 @@ impl Members {
         line: &'l str,
         parts: &mut LineParts<'l, '_>,
     ) -> Result<(), &'static str> {
+        self.next = 0;
         match self.syntax {
+            Syntax::Json if parts.only_time && self.scan_time(line, parts).is_some() => Ok(()),
             Syntax::Json => {
                 self.path.clear();
                 let line = line.trim_ascii();
@@ -66,12 +84,15 @@ impl Members {
 
     /// Returns the names that were read.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
-        self.fields.keys().map(|name| &**name)
+        self.known.iter().map(|(name, _)| &**name)
     }
 
     fn add<'l>(&mut self, name: &str, value: Cow<'l, str>, parts: &mut LineParts<'l, '_>) {
-        if let Some(field) = self.fields.get(name) {
-            parts.add(field, value);
+        let is_next = self.known.get(self.next).is_some_and(|(known, _)| **known == *name);
+        let place = if is_next { Some(self.next) } else { self.places.get(name).copied() };
+        if let Some(place) = place {
+            self.next = place + 1;
+            parts.add(&self.known[place].1, value);
             return;
         }
         let same = |(known, _): &&(String, Field)| known == name;
@@ -80,9 +101,38 @@ impl Members {
         let is_client = self.syntax == Syntax::Ltsv && name == "host";
         let field = named.unwrap_or_else(|| Field::named(if is_client { "ip" } else { name }));
         parts.add(&field, value);
-        if self.fields.len() < MAX_NAMES {
-            self.fields.insert(name.into(), field);
+        if self.known.len() < MAX_NAMES {
+            self.next = self.known.len() + 1;
+            self.places.insert(name.into(), self.known.len());
+            self.known.push((name.into(), field));
         }
+    }
+
+    /// Finds the member that has the time, by the names that were read.
+    pub(super) fn learn_time(&mut self) {
+        let rank = |field: &Field| match field {
+            Field::Core(Core::Time, rank) => Some(*rank),
+            _ => None,
+        };
+        let times = self.known.iter().filter_map(|(name, field)| Some((rank(field)?, name)));
+        let best = times.min_by_key(|(rank, _)| *rank).filter(|_| self.syntax == Syntax::Json);
+        let member = best.filter(|(_, name)| !name.contains('.'));
+        self.time_member =
+            member.map(|(_, name)| Finder::new(&format!("\"{name}\":")).into_owned());
+    }
+
+    /// Reads only the time of a line, if its place is clear.
+    fn scan_time<'l>(&self, line: &'l str, parts: &mut LineParts<'l, '_>) -> Option<()> {
+        let member = self.time_member.as_ref()?;
+        let rest = &line[member.find(line.as_bytes())? + member.needle().len()..];
+        let rest = rest.trim_ascii_start();
+        let value = match rest.strip_prefix('"') {
+            Some(quoted) => &quoted[..quote_end(quoted.as_bytes())?.0],
+            None => &rest[..rest.find([',', '}', ' '])?],
+        };
+        (value.len() >= MIN_TIME_LENGTH).then(|| {
+            parts.add(&Field::Core(Core::Time, 0), Cow::Borrowed(value));
+        })
     }
 
     fn pairs<'l>(
@@ -100,8 +150,9 @@ impl Members {
             };
             let (value, after) = match value.strip_prefix('"') {
                 Some(quoted) => {
-                    let end = quote_end(quoted.as_bytes()).ok_or("a quote in it is not closed")?;
-                    (super::field::unescaped(Cow::Borrowed(&quoted[..end])), &quoted[end + 1..])
+                    let end = quote_end(quoted.as_bytes());
+                    let (end, _) = end.ok_or("a quote in it is not closed")?;
+                    (unescaped(Cow::Borrowed(&quoted[..end])), &quoted[end + 1..])
                 }
                 None => {
                     let (value, after) = value.split_at(value.find(' ').unwrap_or(value.len()));
@@ -135,11 +186,11 @@ impl Members {
                 loop {
                     if is_object {
                         let (name, after) = string(rest)?;
+                        rest = after.strip_prefix(':')?.trim_ascii_start();
                         if parents > 0 {
                             self.path.push('.');
                         }
                         self.path.push_str(&name);
-                        rest = after.strip_prefix(':')?.trim_ascii_start();
                     }
                     rest = self.value(rest, depth + 1, parts)?;
                     self.path.truncate(parents);
@@ -176,12 +227,12 @@ impl Members {
 /// Reads a string of JSON, and returns the text after it.
 fn string(text: &str) -> Option<(Cow<'_, str>, &str)> {
     let quoted = text.strip_prefix('"')?;
-    let end = quote_end(quoted.as_bytes())?;
+    let (end, has_escapes) = quote_end(quoted.as_bytes())?;
     let (value, rest) = (&quoted[..end], quoted[end + 1..].trim_ascii_start());
-    let value = if value.contains('\\') {
-        Cow::Owned(serde_json::from_str(&text[..end + 2]).ok()?)
-    } else {
-        Cow::Borrowed(value)
-    };
-    Some((value, rest))
+    if !has_escapes {
+        return Some((Cow::Borrowed(value), rest));
+    }
+    // nginx writes \xNN unless the format has escape=json.
+    let standard = serde_json::from_str(&text[..end + 2]).ok().map(Cow::Owned);
+    Some((standard.unwrap_or_else(|| unescaped(Cow::Borrowed(value))), rest))
 }

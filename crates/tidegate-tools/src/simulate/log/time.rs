@@ -30,6 +30,8 @@ const SPELLINGS: [&str; 13] = [
 /// slow, so it keeps the last one.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TimeParser {
+    /// Last text and its time.
+    last: (String, Option<u64>),
     /// Text before and after the fraction, and the time without it.
     known: (String, String, Option<u64>),
     /// Place of the spelling that was found last.
@@ -39,6 +41,15 @@ pub(super) struct TimeParser {
 impl TimeParser {
     /// Parses a number of seconds since the Unix epoch, or a time in any usual spelling.
     pub(super) fn parse(&mut self, text: &str) -> Option<u64> {
+        if self.last.0 != text || text.is_empty() {
+            self.last.1 = self.parse_new(text);
+            self.last.0.clear();
+            self.last.0.push_str(text);
+        }
+        self.last.1
+    }
+
+    fn parse_new(&mut self, text: &str) -> Option<u64> {
         let text = text.trim_matches(['[', ']', '"', ' ']);
         if text.bytes().all(|byte| byte.is_ascii_digit() || b".eE+".contains(&byte)) {
             return unix(text.parse().ok()?);
