@@ -310,7 +310,10 @@ fn names_of_other_programs_come_with_ours() {
     }
     let (_, checked) = check(&file, "rules:\n  - {name: a, limit: 5, window: 1m}\n");
     let message = checked["message"].as_str().expect("a message");
-    assert!(message.contains("`rules`") && message.contains("did you mean `policies`"), "{message}");
+    assert!(
+        message.contains("`rules`") && message.contains("did you mean `policies`"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -386,6 +389,35 @@ fn explain_shows_which_policies_apply_and_why_the_others_do_not() {
     assert!(table.contains("match: method does not match"), "{table}");
     let (code, _) = tidegate(&[&config[..], &["--attribute", "colour=red"]].concat());
     assert_eq!(code, Some(2));
+}
+
+#[test]
+fn explain_counts_the_requests_of_a_log() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let [file, log] = ["tidegate.yaml", "access.log"].map(|name| folder.path().join(name));
+    std::fs::write(&file, EXPLAINED).expect("written");
+    let line = |number: u32| {
+        let target = if number < 3 { "/?q=tea" } else { "/" };
+        format!(
+            "203.0.113.7 - - [16/Nov/2026:07:00:{number:02} +0000] \"GET {target} HTTP/1.1\" 200 5 \
+             \"-\" \"curl\"\n"
+        )
+    };
+    std::fs::write(&log, (0..10).map(line).collect::<String>()).expect("written");
+    let [file, log] = [&file, &log].map(|path| path.to_str().expect("UTF-8"));
+    let command = ["config", "explain", "--config", file, "--access-log", log];
+    let (code, found) = tidegate(&[&command[..], &["--json"]].concat());
+    let found: Value = serde_json::from_str(&found).expect("JSON");
+    assert_eq!((code, &found["requests"]), (Some(0), &json!(10)));
+    let reasons = |policy: usize| found["policies"][policy]["reasons"].clone();
+    let reason = |applies, reason: &str, requests| json!({"applies": applies, "reason": reason, "requests": requests});
+    assert_eq!(reasons(0), json!([reason(false, "match: path does not match", 10)]));
+    assert_eq!(reasons(1), json!([reason(true, "it matches; the limit is 5", 10)]));
+    let missing = reason(false, "match: the request has no query.q", 7);
+    assert_eq!(reasons(2), json!([reason(true, "it matches; the limit is 5", 3), missing]));
+    let (_, table) = tidegate(&command);
+    assert!(table.contains("search    yes      enforce  it matches; the limit is 5"), "{table}");
+    assert_eq!(tidegate(&[&command[..], &["--path", "/"]].concat()).0, Some(2));
 }
 
 /// Returns the warnings of a valid configuration.

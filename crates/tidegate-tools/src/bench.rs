@@ -14,6 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::keys::KeySpace;
 use self::open_loop::OpenLoop;
 use self::recorder::{Recorders, Recording};
+use self::replay::Replay;
 use self::target::{Answer, LoadTarget, RequestError};
 use crate::tool::progress::ProgressBar;
 use crate::tool::text::float;
@@ -24,11 +25,14 @@ pub(crate) mod http;
 pub(crate) mod keys;
 pub(crate) mod open_loop;
 mod recorder;
+pub(crate) mod replay;
 pub(crate) mod report;
+pub(crate) mod resp;
 mod schedule;
 pub(crate) mod store;
 pub(crate) mod target;
 mod template;
+pub(crate) mod web;
 
 pub(crate) use schedule::Arrivals;
 
@@ -47,6 +51,8 @@ pub(crate) struct LoadPlan {
     pub requests: Option<u64>,
     /// Timeout of a request.
     pub timeout: Duration,
+    /// Log with the requests of an open loop and their due times.
+    pub replay: Option<Replay>,
 }
 
 /// When requests are sent.

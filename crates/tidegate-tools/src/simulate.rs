@@ -25,7 +25,7 @@ pub mod variants;
 mod what_if;
 
 pub use report::{SimulationReport, TrafficSummary};
-pub use run::{ReplayResult, VariantRun};
+pub use run::{ReplayResult, RequestAttributes, VariantRun};
 pub use svg::draw;
 
 /// Request of the traffic. Its attributes are those of the gateway, except for `ip`.

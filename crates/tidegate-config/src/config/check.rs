@@ -50,7 +50,8 @@ impl Config {
                 left_out = field_at(&lines, line, part.lines.end);
             }
             // Another error may follow from the fields that were left out.
-            if !is_missing_variable && (is_unknown || !has_unknown_field.contains(&part.lines.start))
+            if !is_missing_variable
+                && (is_unknown || !has_unknown_field.contains(&part.lines.start))
             {
                 errors.push(error);
             }
@@ -125,8 +126,10 @@ fn field_at(lines: &[&str], line: usize, end: usize) -> Range<usize> {
 /// Removes the files of a configuration that another machine may not have.
 pub(super) fn without_files(raw: &mut raw::RawConfig) {
     let inline = |file: &mut Option<Spanned<String>>| {
-        file.take().map(|Spanned { value, referenced, defined }| {
-            Spanned { value: Some(format!("the content of {value}")), referenced, defined }
+        file.take().map(|Spanned { value, referenced, defined }| Spanned {
+            value: Some(format!("the content of {value}")),
+            referenced,
+            defined,
         })
     };
     let auth = &mut raw.auth;

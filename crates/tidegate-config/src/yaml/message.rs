@@ -78,7 +78,9 @@ pub(crate) fn describe(error: &Error, is_secret: bool, redaction: &Redaction) ->
         Error::MultipleDocuments { .. } => {
             "a second document starts here: a configuration is one document, without ---".to_owned()
         }
-        Error::Budget { breach: BudgetBreach::Nodes { .. } | BudgetBreach::Events { .. }, .. } => {
+        Error::Budget {
+            breach: BudgetBreach::Nodes { .. } | BudgetBreach::Events { .. }, ..
+        } => {
             format!("the file has more than {MAX_NODES} values, which is the most of a file")
         }
         Error::Eof { .. } => "ends unexpectedly".to_owned(),

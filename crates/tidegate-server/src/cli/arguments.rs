@@ -67,7 +67,8 @@ fn excludes(command: &Command, flag: &Arg, other: &Arg) -> bool {
 /// the file that a variable names.
 fn needs_no_file(command: &str, argument: &Arg, matches: &ArgMatches) -> bool {
     let is_given = |name| matches.value_source(name) == Some(ValueSource::CommandLine);
-    let is_set = |name| matches.value_source(name).is_some_and(|it| it != ValueSource::DefaultValue);
+    let is_set =
+        |name| matches.value_source(name).is_some_and(|it| it != ValueSource::DefaultValue);
     command == "simulate"
         && argument.get_id() == "config"
         && is_given("limit")
@@ -80,7 +81,9 @@ impl FromVariables {
     pub(crate) fn explain(&self, mut message: String) -> String {
         let is_part = |next: char| next.is_ascii_alphanumeric() || next == '-';
         let mentions = |message: &str, flag: &str| {
-            message.match_indices(flag).any(|(at, _)| !message[at + flag.len()..].starts_with(is_part))
+            message
+                .match_indices(flag)
+                .any(|(at, _)| !message[at + flag.len()..].starts_with(is_part))
         };
         for (flag, variable) in &self.0 {
             if mentions(&message, flag) {

@@ -71,7 +71,7 @@ fn invalid_input_is_one_line() {
         (vec!["--domain", "d"], "--grpc <ADDRESS>"),
         (vec!["--descriptor", "a=b"], "--grpc <ADDRESS>"),
         (vec!["--attribute", "path=/"], "--attribute is only for --http"),
-        (vec!["--token-file", &empty], "--token-file is only for --http and --grpc"),
+        (vec!["--token-file", &empty], "--token-file is only for a service"),
         (vec!["--redis", "127.0.0.1"], "it must look like redis://"),
         (vec!["--redis", &closed_redis], "refused"),
         (vec!["--redis", "redis://127.0.0.1:1", "--prefix", "a{b"], "prefix"),

@@ -69,7 +69,10 @@ fn public_formats_are_read_without_a_flag() {
         optional("users", "ann");
         optional("sizes", "512");
     }
-    assert!(statuses > 45 && agents > 35, "{statuses} formats with a status, {agents} with an agent");
+    assert!(
+        statuses > 45 && agents > 35,
+        "{statuses} formats with a status, {agents} with an agent"
+    );
 }
 
 #[test]
@@ -126,7 +129,8 @@ fn directives_describe_any_format() {
     ] {
         assert_eq!(keys_with(&["--log-format", nginx], key, line), [value], "{key}");
     }
-    let apache = r#"%{X-Forwarded-For}i %h:%p %l %u %t \"%m %U%q %H\" %>s %b %D \"%{User-Agent}i\""#;
+    let apache =
+        r#"%{X-Forwarded-For}i %h:%p %l %u %t \"%m %U%q %H\" %>s %b %D \"%{User-Agent}i\""#;
     let line = "203.0.113.9 10.0.0.1:443 - ann [16/Nov/2026:07:44:08 +0000] \
                 \"GET /a?c=d HTTP/1.1\" 200 - 1234 \"curl\"\n";
     for (key, value) in [
@@ -172,9 +176,8 @@ fn members_and_columns_are_named_by_the_user() {
 #[test]
 fn a_guess_is_named_and_an_unknown_format_says_which_flag_would_read_it() {
     let folder = Folder::new();
-    let arguments = |log: &str| {
-        simulate(&["--access-log", log, "--limit", "2", "--window", "10s", "--json"])
-    };
+    let arguments =
+        |log: &str| simulate(&["--access-log", log, "--limit", "2", "--window", "10s", "--json"]);
     let lines: String = (0..3)
         .map(|second| {
             format!(

@@ -8,6 +8,7 @@ use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 use tidegate_config::duration::readable;
 
+use super::open_loop::OpenLoop;
 use super::{LoadMeasurement, LoadPlan, Pace};
 use crate::tool::style;
 use crate::tool::text::{flag_name, float, grouped, scaled, whole};
@@ -21,7 +22,7 @@ const MAX_GENERATOR_DELAY: Duration = Duration::from_millis(1);
 /// Target of a run, as it is shown.
 #[derive(Debug)]
 pub(crate) struct TargetSummary {
-    /// `memory`, `redis`, `http` or `grpc`.
+    /// `memory`, `redis`, `http`, `grpc`, `resp`, `gateway` or `forward-auth`.
     pub kind: &'static str,
     /// Name of the target, without secrets.
     pub name: String,
@@ -90,10 +91,10 @@ impl BenchReport {
             if *not_sent > 0 && self.measured.slots_exhausted {
                 warnings.push(format!(
                     "{} requests were due but not sent, because {} were in flight: the target does \
-                     not keep up with {} per second; the latencies do not include them",
+                     not keep up with {}; the latencies do not include them",
                     grouped(*not_sent),
                     grouped(open.max_in_flight as u64),
-                    open.rate
+                    self.rate(open)
                 ));
             } else if *not_sent > 0 {
                 warnings.push(format!(
@@ -140,14 +141,12 @@ impl BenchReport {
         let (heading, reset) = (style::HEADING, style::RESET);
         writeln!(output, "{heading}{}{reset}: {}", target.name, target.requests)?;
         let zipf = keys.zipf.map(|exponent| format!(" with exponent {exponent}"));
-        writeln!(
-            output,
-            "{}, keys: {}, {}{}",
-            self.pace(),
-            grouped(keys.count),
-            flag_name(&keys.distribution),
-            zipf.unwrap_or_default()
-        )?;
+        let (count, distribution) = (grouped(keys.count), flag_name(&keys.distribution));
+        let keys = match load.replay {
+            Some(_) => String::new(),
+            None => format!(", keys: {count}, {distribution}{}", zipf.unwrap_or_default()),
+        };
+        writeln!(output, "{}{keys}", self.pace())?;
         let warmup = match load.warmup {
             Duration::ZERO => String::new(),
             warmup => format!(" after a warm-up of {}", readable(warmup)),
@@ -208,8 +207,18 @@ impl BenchReport {
             }
             Pace::Open(open) => {
                 let arrivals = flag_name(&open.arrivals);
-                format!("open loop, {} requests per second ({arrivals})", open.rate)
+                match &self.load.replay {
+                    Some(_) => format!("open loop, {}", self.rate(open)),
+                    None => format!("open loop, {} requests per second ({arrivals})", open.rate),
+                }
             }
+        }
+    }
+
+    fn rate(&self, open: &OpenLoop) -> String {
+        match &self.load.replay {
+            Some(replay) => format!("a log at {} times its pace", replay.speed),
+            None => format!("{} per second", open.rate),
         }
     }
 
@@ -232,6 +241,10 @@ impl BenchReport {
                 "generator_delay_us": percentiles(&recording.generator_delay),
             }),
         };
+        if let Some(replay) = &load.replay {
+            pace["kind"] = json!("replay");
+            pace["speed"] = json!(replay.speed);
+        }
         pace["warmup_seconds"] = json!(load.warmup.as_secs_f64());
         pace["timeout_ms"] = json!(tidegate_api::duration::millis(load.timeout));
         pace["seed"] = json!(load.seed);

@@ -45,10 +45,10 @@ impl RequestError {
 }
 
 /// Waits for an answer until the timeout.
-pub(super) async fn within(
+pub(super) async fn within<T>(
     timeout: Duration,
-    call: impl Future<Output = Result<Answer, RequestError>>,
-) -> Result<Answer, RequestError> {
+    call: impl Future<Output = Result<T, RequestError>>,
+) -> Result<T, RequestError> {
     let late = |_| {
         let message = format_args!("no answer within {timeout:?}");
         Err(RequestError::new(TIMEOUT, message))

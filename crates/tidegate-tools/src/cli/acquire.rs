@@ -248,8 +248,8 @@ fn millis(decision: &Value, field: &str) -> Duration {
 fn line(is_report: bool, decision: &Value) -> String {
     let is_allowed = decision["allowed"] == true;
     let left = format!("{} of {} left", decision["remaining"], decision["limit"]);
-    let [retry, delay, reset] = ["retry_after_ms", "delay_ms", "reset_after_ms"]
-        .map(|field| millis(decision, field));
+    let [retry, delay, reset] =
+        ["retry_after_ms", "delay_ms", "reset_after_ms"].map(|field| millis(decision, field));
     if is_report && !is_allowed {
         let retry = readable(retry);
         return format!("{}over{}     {left}, 1 available in {retry}", style::DENIED, style::RESET);

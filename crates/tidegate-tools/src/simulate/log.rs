@@ -41,7 +41,7 @@ mod time;
 const MAX_EXAMPLES: usize = 5;
 
 /// Access logs to read.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub struct LogArgs {
     /// Read access logs: files, folders, patterns such as 'access.log*', or - for the standard
     /// input. They may be compressed with gzip, zstd, bzip2 or xz; several are merged by time
@@ -136,6 +136,11 @@ pub struct LogReader {
 }
 
 impl LogArgs {
+    /// Returns whether there is a file.
+    pub fn is_given(&self) -> bool {
+        !self.files.is_empty()
+    }
+
     /// Opens the files, so that a missing one is reported before anything is decided. Regular files
     /// are read once to learn their formats and the order of their lines.
     pub fn open(&self) -> anyhow::Result<LogReader> {
@@ -162,7 +167,8 @@ impl LogArgs {
                     style::print_warning(format_args!("{name} is given twice: it is read once"));
                     continue;
                 }
-                let (file, survey) = match LogFile::open(&path, files.len(), &options, &bytes.read) {
+                let (file, survey) = match LogFile::open(&path, files.len(), &options, &bytes.read)
+                {
                     Ok(opened) => opened,
                     // Folders have other files, too.
                     Err(error) if !is_named && error.downcast_ref::<std::io::Error>().is_none() => {

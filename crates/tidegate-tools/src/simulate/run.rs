@@ -166,11 +166,17 @@ impl RunCounts {
 }
 
 /// Attributes of a request, with its address grouped as the configuration says.
-struct RequestAttributes<'a, R> {
+pub struct RequestAttributes<'a, R> {
     request: &'a R,
     client_ip: &'a ClientIp,
     /// Whether `ip` was read, and is unknown.
     lacks_address: AtomicBool,
+}
+
+impl<'a, R> RequestAttributes<'a, R> {
+    pub fn new(request: &'a R, client_ip: &'a ClientIp) -> Self {
+        Self { request, client_ip, lacks_address: AtomicBool::new(false) }
+    }
 }
 
 impl<R: TrafficRequest> Attributes for RequestAttributes<'_, R> {

@@ -33,7 +33,11 @@ pub fn load(flag: &str, path: &Path) -> anyhow::Result<Variant> {
          descriptors, and no log has them: write the limits as policies, whose keys are ip or headers"
     );
     let (policies, client_ip) = Config::load_policies(path)?;
-    let rules = if has("envoy:") { ", and the rules for Envoy need descriptors, which no log has" } else { "" };
+    let rules = if has("envoy:") {
+        ", and the rules for Envoy need descriptors, which no log has"
+    } else {
+        ""
+    };
     ensure!(
         policies.iter().next().is_some(),
         "{flag} {name}: it has no policies, so every request would pass{rules}"
@@ -51,7 +55,11 @@ pub fn one_policy(changes: QuotaChanges, key: &[String]) -> anyhow::Result<Varia
     if let Some(burst) = changes.burst {
         quota = quota.with_burst(burst)?;
     }
-    let policy = Policy::builder("limit", quota).attributes(LOG_ATTRIBUTES).key(key).build().context("--key")?;
+    let policy = Policy::builder("limit", quota)
+        .attributes(LOG_ATTRIBUTES)
+        .key(key)
+        .build()
+        .context("--key")?;
     let policies = Policies::new(vec![policy])?;
     let name = algorithm.as_str().to_owned();
     Ok(Variant { name, policies, client_ip: ClientIp::default() })

@@ -100,12 +100,17 @@ impl Policy {
                 match found.effect {
                     OverrideEffect::Quota(quota) => {
                         let limit = quota.limit();
-                        (Some(key), format!("it matches; a run-time override sets the limit {limit}"))
+                        (
+                            Some(key),
+                            format!("it matches; a run-time override sets the limit {limit}"),
+                        )
                     }
                     OverrideEffect::Unlimited => {
                         (None, "a run-time override exempts it from the limit".to_owned())
                     }
-                    OverrideEffect::Block => (Some(key), "a run-time override blocks it".to_owned()),
+                    OverrideEffect::Block => {
+                        (Some(key), "a run-time override blocks it".to_owned())
+                    }
                 }
             }
             Ok(Some((key, quota, reason, 100))) => {

@@ -132,9 +132,7 @@ fn to_json(file: &Path, checked: Result<Config, Vec<ConfigError>>) -> Value {
             });
         }
     };
-    let warning = |ConfigWarning { file, line, message }: ConfigWarning| {
-        json!({"file": file, "line": line, "message": message})
-    };
+    let warning = |ConfigWarning { file, line, message }: ConfigWarning| json!({"file": file, "line": line, "message": message});
     json!({
         "file": name_of(file),
         "good": true,
@@ -160,11 +158,7 @@ fn warnings(config: &Config, file: &Path) -> Vec<ConfigWarning> {
         format!("every user of this host can read the token in {path}: chmod o= that file")
     });
     let messages = open.chain(readable);
-    let others = messages.map(|message| ConfigWarning {
-        file: name_of(file),
-        line: None,
-        message,
-    });
+    let others = messages.map(|message| ConfigWarning { file: name_of(file), line: None, message });
     let of_file = config.warnings.iter().chain(&config.warnings_without_gateway);
     of_file.cloned().chain(others).collect()
 }

@@ -7,30 +7,41 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Args;
-use clap::builder::FalseyValueParser;
+use clap::builder::{FalseyValueParser, Resettable};
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 use serde_json::json;
 use tidegate::layer::{CustomAttributes, RequestParts};
-use tidegate::{Explanation, Policies};
+use tidegate::{ClientIp, Explanation, Policies};
 
 use crate::cli::simulate::attribute;
+use crate::simulate::RequestAttributes;
+use crate::simulate::log::LogArgs;
 use crate::tool::output;
 use crate::tool::table::TextTable;
-use crate::tool::text::printable;
+use crate::tool::text::{grouped, printable};
 use tidegate_config::Config;
 
 const COLUMNS: [&str; 5] = ["policy", "applies", "mode", "key", "reason"];
+/// Flags of one request.
+const OF_REQUEST: [&str; 6] = ["method", "path", "host", "headers", "ip", "attributes"];
 
 /// Explain which policies apply to a request, by which key and limit, and why the others do not
 ///
-/// Reads only the policies of the file, and contacts no server. The request is read as the gateway
-/// reads it. Rules for Envoy are not explained: they have descriptors instead of requests.
+/// With --access-log, it counts the requests of a log by policy and reason. It reads only the
+/// policies of the file, and contacts no server. The request is read as the gateway reads it. Rules
+/// for Envoy are not explained: they have descriptors instead of requests.
 #[derive(Debug, Args)]
+#[command(mut_arg("access_log", |flag| {
+    flag.env(Resettable::Reset).conflicts_with_all(OF_REQUEST)
+}))]
 #[command(after_help = "\
 Examples:
   A request of a user:
     tidegate config explain --config tidegate.yaml --method POST --path '/api/items?page=2' \\
       --header 'x-user-id: ann' --ip 203.0.113.9
+
+  The requests of a log:
+    tidegate config explain --config tidegate.yaml --access-log access.log
 
   The names of the policies that apply, for a test of a pull request:
     tidegate config explain --config tidegate.yaml --path /login --json |
@@ -65,6 +76,9 @@ pub(super) struct ExplainCommand {
     #[arg(long = "attribute", value_name = "NAME=VALUE", value_parser = attribute)]
     attributes: Vec<(String, String)>,
 
+    #[command(flatten)]
+    logs: LogArgs,
+
     /// Print one JSON object
     #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
@@ -81,6 +95,12 @@ fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
 impl ExplainCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let (policies, client_ip) = Config::load_policies(&self.config)?;
+        if self.logs.is_given() {
+            let counts = ReasonCounts::count(&self.logs, &policies, &client_ip)?;
+            let json = self.json.then(|| counts.to_json(&policies));
+            output::print(json, |output| counts.table(&policies).write(output))?;
+            return Ok(ExitCode::SUCCESS);
+        }
         let mut request = Request::new(());
         *request.method_mut() = self.method;
         *request.uri_mut() = self.path;
@@ -102,6 +122,50 @@ impl ExplainCommand {
     }
 }
 
+/// Requests of a log by policy, whether it applies, and the reason.
+struct ReasonCounts<'p> {
+    requests: u64,
+    by_policy: Vec<(&'p str, BTreeMap<(bool, String), u64>)>,
+}
+
+impl<'p> ReasonCounts<'p> {
+    fn count(logs: &LogArgs, policies: &'p Policies, client_ip: &ClientIp) -> anyhow::Result<Self> {
+        let names = policies.iter().map(|policy| (policy.name(), BTreeMap::new()));
+        let mut counts = Self { requests: 0, by_policy: names.collect() };
+        logs.open()?.for_each(|record| {
+            counts.requests += 1;
+            let explanations = policies.explain(&RequestAttributes::new(record, client_ip));
+            for (explanation, (_, reasons)) in explanations.into_iter().zip(&mut counts.by_policy) {
+                *reasons.entry((!explanation.applies, explanation.reason)).or_default() += 1;
+            }
+            Ok(())
+        })?;
+        Ok(counts)
+    }
+
+    fn table(&self, policies: &Policies) -> TextTable {
+        let mut table = TextTable::new(&["policy", "applies", "mode", "reason"], &["requests"]);
+        for (policy, reasons) in &self.by_policy {
+            for ((is_exempt, reason), count) in reasons {
+                let applies = if *is_exempt { "no" } else { "yes" };
+                let mode = mode(policies, policy);
+                let texts = [policy, applies, mode].map(str::to_owned);
+                table.add(texts.into_iter().chain([printable(reason), grouped(*count)]));
+            }
+        }
+        table
+    }
+
+    fn to_json(&self, policies: &Policies) -> String {
+        let reason = |((is_exempt, reason), count): (&(bool, String), &u64)| json!({"applies": !is_exempt, "reason": reason, "requests": count});
+        let policies = self.by_policy.iter().map(|(name, reasons)| {
+            let reasons: Vec<_> = reasons.iter().map(reason).collect();
+            json!({"policy": name, "mode": mode(policies, name), "reasons": reasons})
+        });
+        json!({"requests": self.requests, "policies": policies.collect::<Vec<_>>()}).to_string()
+    }
+}
+
 /// Returns the mode of a policy.
 fn mode(policies: &Policies, name: &str) -> &'static str {
     policies.get(name).map_or("", |policy| policy.mode().as_str())
@@ -119,14 +183,15 @@ fn table(policies: &Policies, explanations: &[Explanation<'_>]) -> TextTable {
 }
 
 fn to_json(policies: &Policies, explanations: &[Explanation<'_>]) -> String {
-    let policies = explanations.iter().map(|Explanation { policy, applies, key, reason, .. }| {
-        json!({
-            "policy": policy,
-            "applies": applies,
-            "mode": mode(policies, policy),
-            "key": key,
-            "reason": reason,
-        })
-    });
+    let policies =
+        explanations.iter().map(|Explanation { policy, applies, key, reason, .. }| {
+            json!({
+                "policy": policy,
+                "applies": applies,
+                "mode": mode(policies, policy),
+                "key": key,
+                "reason": reason,
+            })
+        });
     json!({"policies": policies.collect::<Vec<_>>()}).to_string()
 }

@@ -31,7 +31,10 @@ impl Columns {
         };
         let mut names = Vec::new();
         let text = w3c.map(|names| names.replace('\t', " "));
-        split(text.as_deref().unwrap_or(line), separator, |name| names.push(name.trim().to_owned())).ok()?;
+        split(text.as_deref().unwrap_or(line), separator, |name| {
+            names.push(name.trim().to_owned())
+        })
+        .ok()?;
         // Names of headers are case-insensitive.
         let names: Vec<String> = names
             .into_iter()
@@ -62,7 +65,9 @@ impl Columns {
     pub(super) fn others(&self) -> Vec<String> {
         let is_other = |(_, field): &(&String, &Field)| matches!(field, Field::Attribute(_));
         let columns = self.names.iter().zip(&self.fields);
-        if self.is_w3c { return Vec::new() }
+        if self.is_w3c {
+            return Vec::new();
+        }
         columns.filter(is_other).map(|(name, _)| name.clone()).collect()
     }
 

@@ -91,7 +91,9 @@ impl Detector {
             }
             "traefik" => formats.extend([members(Syntax::Json), text(FORMATS[1].1)?]),
             "istio" | "envoy" => {
-                for (_, directives) in FORMATS.iter().filter(|(it, _)| ["envoy", "istio"].contains(it)) {
+                for (_, directives) in
+                    FORMATS.iter().filter(|(it, _)| ["envoy", "istio"].contains(it))
+                {
                     formats.push(text(directives)?);
                 }
                 formats.push(members(Syntax::Json));
@@ -99,7 +101,9 @@ impl Detector {
             "logfmt" | "heroku" => formats.push(members(Syntax::Logfmt)),
             "ltsv" => formats.push(members(Syntax::Ltsv)),
             "csv" | "tsv" | "w3c" | "iis" | "cloudfront" => reads_columns = true,
-            "common" | "apache" | "nginx" | "gunicorn" | "morgan" => formats.push(text(FORMATS[1].1)?),
+            "common" | "apache" | "nginx" | "gunicorn" | "morgan" => {
+                formats.push(text(FORMATS[1].1)?)
+            }
             directives if format.contains(['$', '%']) => {
                 _ = directives;
                 formats.push(text(format).with_context(|| format!("--log-format {format:?}"))?);
@@ -123,7 +127,10 @@ impl Detector {
         }
         let columns = || self.columns(line).filter(|_| self.reads_columns);
         let named = || self.find(line, Strictness::AnyAddress, 0);
-        self.detect_request(line).or_else(columns).or_else(named).or_else(|| guess(line).filter(|_| !self.is_named))
+        self.detect_request(line)
+            .or_else(columns)
+            .or_else(named)
+            .or_else(|| guess(line).filter(|_| !self.is_named))
     }
 
     /// Recognizes the format of a line among others by a request that it has.
@@ -132,7 +139,10 @@ impl Detector {
     }
 
     fn columns(&self, line: &str) -> Option<LineFormat> {
-        Some(LineFormat::new(Layout::Columns(Columns::parse(line, |name| self.named(name))?), &self.named))
+        Some(LineFormat::new(
+            Layout::Columns(Columns::parse(line, |name| self.named(name))?),
+            &self.named,
+        ))
     }
 
     fn named(&self, name: &str) -> Option<Field> {
@@ -184,8 +194,10 @@ impl Detector {
                     Strictness::Start => true,
                     Strictness::AnyAddress => candidate.prefix_words == 0,
                 };
-                let needs_address = format.has(Core::Address) && strictness != Strictness::AnyAddress;
-                let is_host = !format.starts_with_host() || parts.take(Core::Host).is_some_and(is_host);
+                let needs_address =
+                    format.has(Core::Address) && strictness != Strictness::AnyAddress;
+                let is_host =
+                    !format.starts_with_host() || parts.take(Core::Host).is_some_and(is_host);
                 if !is_found || !is_host || needs_address && !is_address {
                     return None;
                 }
@@ -198,10 +210,15 @@ impl Detector {
                 let mut parts = LineParts::new(&mut record, false);
                 members.scan(rest, &mut parts).ok()?;
                 let message = parts.take(Core::Message);
-                if parts.finish(&mut TimeParser::default(), candidate.prefix_time.map(|_| "0")).is_err() {
+                if parts
+                    .finish(&mut TimeParser::default(), candidate.prefix_time.map(|_| "0"))
+                    .is_err()
+                {
                     let message = message.filter(|_| depth < 2)?;
                     let message = message.trim_ascii();
-                    let found = [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(message, it, depth + 1));
+                    let found = [Strictness::Whole, Strictness::Start]
+                        .into_iter()
+                        .find_map(|it| self.find(message, it, depth + 1));
                     *inner = Some(Box::new(found.or_else(|| guess(message))?));
                 } else {
                     members.learn_time();
@@ -282,7 +299,8 @@ impl LineFormat {
                     if line.starts_with(W3C_FIELDS) {
                         let named = &self.named;
                         let named = |name: &str| {
-                            let same = |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
+                            let same =
+                                |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
                             named.iter().find(same).map(|(_, field)| field.clone())
                         };
                         *columns = Columns::parse(line, named)
@@ -311,7 +329,8 @@ impl LineFormat {
 
 /// Returns whether a text is a host with a domain or a port, unlike the tag of a program.
 fn is_host(text: Cow<'_, str>) -> bool {
-    let (name, port) = text.split_once(':').map_or((&*text, None), |(name, port)| (name, Some(port)));
+    let (name, port) =
+        text.split_once(':').map_or((&*text, None), |(name, port)| (name, Some(port)));
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
     let is_port = |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
     name.chars().all(is_part) && port.map_or(name.contains('.'), is_port)
@@ -418,16 +437,15 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
     names[time..time + time_words].fill(Some(""));
     names[time] = Some("$time");
     let free = |names: &[Option<&str>], at: usize| names[at].is_none();
-    let address = (0..words.len())
-        .find(|at| free(&names, *at) && super::address(&plain[*at]).is_some());
+    let address =
+        (0..words.len()).find(|at| free(&names, *at) && super::address(&plain[*at]).is_some());
     if let Some(at) = address {
         names[at] = Some("$remote_addr");
     }
-    let is_list = |text: &String| {
-        text.split(',').all(|hop| super::address(hop.trim()).is_some())
-    };
+    let is_list = |text: &String| text.split(',').all(|hop| super::address(hop.trim()).is_some());
     let start = address.map_or(0, |at| at + 1);
-    let list = (start..words.len()).find(|at| free(&names, *at) && is_list(&plain[*at]) && words[*at].starts_with('"'));
+    let list = (start..words.len())
+        .find(|at| free(&names, *at) && is_list(&plain[*at]) && words[*at].starts_with('"'));
     if let Some(at) = list {
         names[at] = Some("$http_x_forwarded_for");
     }
@@ -438,7 +456,8 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
     if let Some(at) = status.into_iter().find(|at| free(&names, *at) && is_status(&plain[*at])) {
         names[at] = Some("$status");
     }
-    let is_agent = |word: &String| ["Mozilla/", "curl/", "python-"].iter().any(|it| word.starts_with(it));
+    let is_agent =
+        |word: &String| ["Mozilla/", "curl/", "python-"].iter().any(|it| word.starts_with(it));
     if let Some(at) = (0..words.len()).find(|at| free(&names, *at) && is_agent(&plain[*at])) {
         names[at] = Some("$http_user_agent");
     }
@@ -453,13 +472,16 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
         }
         // Quotes and brackets around a value stay in the format.
         let (start, end) = match (word.chars().next()?, word.chars().next_back()?) {
-            (open @ ('"' | '[' | '(' | '\''), close @ ('"' | ']' | ')' | '\'')) if word.len() > 1 => {
+            (open @ ('"' | '[' | '(' | '\''), close @ ('"' | ']' | ')' | '\''))
+                if word.len() > 1 =>
+            {
                 (open.to_string(), close.to_string())
             }
             _ => (String::new(), String::new()),
         };
         let name = names[at].unwrap_or("$_");
-        let name = if at == time && time_words > 1 { &format!("${{time:{time_words}}}") } else { name };
+        let name =
+            if at == time && time_words > 1 { &format!("${{time:{time_words}}}") } else { name };
         let _ = write!(directives, "{start}{name}{end}");
     }
     let format = TextFormat::compile(&directives).ok()?;
@@ -488,7 +510,10 @@ pub(super) fn describe(line: &str) -> String {
             .filter(|(_, is_missing)| *is_missing)
             .map(|(name, _)| format!("--field {name}=.NAME"))
             .collect();
-        return format!("it is JSON with the members {names}: say which ones have the request, with {}", flags.join(" "));
+        return format!(
+            "it is JSON with the members {names}: say which ones have the request, with {}",
+            flags.join(" ")
+        );
     }
     let mut words = Vec::new();
     let mut rest = line;
@@ -504,7 +529,11 @@ pub(super) fn describe(line: &str) -> String {
         has(words.iter().any(|word| request_line(&bare(word)).is_some()), "a request"),
     ];
     let found: Vec<&str> = found.into_iter().filter(|text| !text.is_empty()).collect();
-    let found = if found.is_empty() { "neither a time nor a request".to_owned() } else { format!("only {}", found.join(" and ")) };
+    let found = if found.is_empty() {
+        "neither a time nor a request".to_owned()
+    } else {
+        format!("only {}", found.join(" and "))
+    };
     format!(
         "its {} words have {found}: describe them with --log-format, such as \
          '$remote_addr [$time_local] \"$request\" $status', or name columns in its first line \
@@ -516,6 +545,18 @@ pub(super) fn describe(line: &str) -> String {
 /// Returns the names that `--log-format` has.
 pub(super) fn known_names() -> String {
     let texts = FORMATS.iter().map(|(name, _)| *name);
-    let others = ["common", "caddy", "traefik", "envoy-json", "cloudflare", "iis", "cloudfront", "docker", "cri", "logfmt", "ltsv"];
+    let others = [
+        "common",
+        "caddy",
+        "traefik",
+        "envoy-json",
+        "cloudflare",
+        "iis",
+        "cloudfront",
+        "docker",
+        "cri",
+        "logfmt",
+        "ltsv",
+    ];
     texts.chain(others).filter(|name| *name != "combined").collect::<Vec<_>>().join(", ")
 }

@@ -44,7 +44,11 @@ const CORES: &[(Core, u8, &str)] = &[
     (Core::Time, 0, "startutc starttime startedat edgestarttimestamp requestreceivedtimestamp"),
     (Core::Time, 1, "timelocal timeiso8601 msec ts time timestamp startlocal datetime eventtime"),
     (Core::Time, 1, "reqtimesec requesttimeepoch eventtimestamp logtime accesstime"),
-    (Core::Time, 2, "requesttime receivetimestamp asctime realtimetimestamp sourcerealtimetimestamp"),
+    (
+        Core::Time,
+        2,
+        "requesttime receivetimestamp asctime realtimetimestamp sourcerealtimetimestamp",
+    ),
     (Core::Date, 1, "date"),
     (Core::Address, 0, "clientip"),
     (Core::Address, 1, "remoteaddr remoteaddress remoteip remotehost remote clienthost client cip"),
@@ -56,7 +60,11 @@ const CORES: &[(Core, u8, &str)] = &[
     (Core::Method, 1, "method requestmethod httpmethod clientrequestmethod csmethod reqmethod"),
     (Core::Method, 2, "verb httpverb"),
     (Core::Target, 0, "requesturi xenvoyoriginalpath"),
-    (Core::Target, 1, "target url requesturl clientrequesturi originalurl urloriginal requesttarget"),
+    (
+        Core::Target,
+        1,
+        "target url requesturl clientrequesturi originalurl urloriginal requesttarget",
+    ),
     (Core::Target, 1, "requestpath httptarget httpurl urlfull csuri"),
     (Core::Target, 2, "uri urlpath csuristem reqpath httppath requesturipath uripath uristem"),
     (Core::Target, 3, "path clientrequestpath documenturi"),
@@ -67,7 +75,11 @@ const CORES: &[(Core, u8, &str)] = &[
     (Core::Host, 2, "host domain urldomain virtualhost"),
     (Core::Host, 3, "servername"),
     (Core::Status, 1, "status statuscode responsecode responsestatus httpstatus httpstatuscode"),
-    (Core::Status, 1, "edgeresponsestatus downstreamstatus scstatus responsestatuscode elbstatuscode"),
+    (
+        Core::Status,
+        1,
+        "edgeresponsestatus downstreamstatus scstatus responsestatuscode elbstatuscode",
+    ),
     (Core::Status, 2, "code respstatus resstatuscode responsestatuscodevalue"),
     (Core::Bytes, 1, "bodybytessent bytes responsesize scbytes edgeresponsebytes responsebytes"),
     (Core::Bytes, 1, "downstreamcontentsize httpresponsebytes responsebodybytes"),
@@ -82,14 +94,31 @@ const CORES: &[(Core, u8, &str)] = &[
 /// Headers by the letters and digits of their names in logs.
 const HEADERS: &[(&str, &str)] = &[
     ("header.referer", "referer referrer httpreferrer csreferer clientrequestreferer"),
-    ("header.user-agent", "useragent agent ua csuseragent clientrequestuseragent useragentoriginal"),
+    (
+        "header.user-agent",
+        "useragent agent ua csuseragent clientrequestuseragent useragentoriginal",
+    ),
     ("header.x-forwarded-for", "xforwardedfor forwardedfor xff fwd clientrequestxff"),
 ];
 
 /// Objects with the parts of something else than the request.
 const OTHER_SIDES: [&str; 16] = [
-    "response", "resp", "res", "reply", "upstream", "server", "destination", "backend", "origin",
-    "observer", "agent", "host", "service", "kubernetes", "container", "target",
+    "response",
+    "resp",
+    "res",
+    "reply",
+    "upstream",
+    "server",
+    "destination",
+    "backend",
+    "origin",
+    "observer",
+    "agent",
+    "host",
+    "service",
+    "kubernetes",
+    "container",
+    "target",
 ];
 
 impl Field {

@@ -113,7 +113,8 @@ impl LogFile {
         while read.len() < DETECTION_LINES && self.formats.known.is_empty() {
             let name = &self.name;
             let line = self.lines.next();
-            let line = line.with_context(|| format!("{name}: line {} cannot be read", read.len() + 1))?;
+            let line =
+                line.with_context(|| format!("{name}: line {} cannot be read", read.len() + 1))?;
             let Some((number, line)) = line else { break };
             let LogLine::Text(bytes) = line else {
                 read.push_back(None);
@@ -160,7 +161,8 @@ impl LogFile {
         let name = &self.name;
         loop {
             let line = self.lines.next();
-            let line = line.with_context(|| format!("{name}: line {} cannot be read", survey.lines + 1))?;
+            let line =
+                line.with_context(|| format!("{name}: line {} cannot be read", survey.lines + 1))?;
             let Some((number, line)) = line else { break };
             survey.lines = number;
             let LogLine::Text(bytes) = line else { continue };
@@ -246,7 +248,11 @@ impl LogFile {
         let text = match line {
             LogLine::Text(bytes) if bytes.len() <= MAX_LINE_BYTES => decoded(bytes),
             _ => {
-                return self.add_bad(number, &format!("it is longer than {MAX_LINE_BYTES} bytes"), None);
+                return self.add_bad(
+                    number,
+                    &format!("it is longer than {MAX_LINE_BYTES} bytes"),
+                    None,
+                );
             }
         };
         if text.is_empty() || number == self.header {

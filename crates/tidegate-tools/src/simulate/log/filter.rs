@@ -30,9 +30,11 @@ impl RequestFilter {
         conditions: &[String],
     ) -> anyhow::Result<Self> {
         let time = |flag: &str, text: Option<&str>| {
-            let parsed = text.map(|text| TimeParser::default().parse(text).with_context(|| {
-                format!("{flag} {text:?} is not a time: write it like 2026-11-16T07:44:08Z")
-            }));
+            let parsed = text.map(|text| {
+                TimeParser::default().parse(text).with_context(|| {
+                    format!("{flag} {text:?} is not a time: write it like 2026-11-16T07:44:08Z")
+                })
+            });
             parsed.transpose()
         };
         let conditions = conditions.iter().map(|text| Condition::parse(text));

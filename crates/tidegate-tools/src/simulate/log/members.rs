@@ -208,8 +208,10 @@ impl Members {
                 Some(rest)
             }
             _ => {
-                let is_end = |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
-                let (value, rest) = text.split_at(text.as_bytes().iter().position(|it| is_end(it))?);
+                let is_end =
+                    |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
+                let (value, rest) =
+                    text.split_at(text.as_bytes().iter().position(|it| is_end(it))?);
                 let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-')
                     && value.bytes().all(|it| it.is_ascii_digit() || b"+-.eE".contains(&it));
                 if is_number {

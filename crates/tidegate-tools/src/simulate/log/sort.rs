@@ -163,7 +163,8 @@ mod tests {
         let mut expected = Vec::new();
         for number in 1..=3_000 {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let (time, line) = (seed >> 55, vec![b'x'; usize::try_from(seed >> 58).expect("small")]);
+            let (time, line) =
+                (seed >> 55, vec![b'x'; usize::try_from(seed >> 58).expect("small")]);
             sorter.add(time, number, &line).expect("memory");
             if number % 1_000 == 0 {
                 sorter.spill().expect("a temporary file");
