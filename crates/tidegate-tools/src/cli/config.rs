@@ -28,7 +28,8 @@ pub struct ConfigCommand {
 #[derive(Debug, Subcommand)]
 enum ConfigSubcommand {
     Check(CheckCommand),
-    Explain(ExplainCommand),
+    // Boxed, because it has many flags.
+    Explain(Box<ExplainCommand>),
     /// Print the JSON Schema, for editors
     #[command(after_help = "\
 Examples:
@@ -47,7 +48,7 @@ Examples:
 impl ConfigCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
-            ConfigSubcommand::Check(check) => return check.run(),
+            ConfigSubcommand::Check(check) => return Ok(check.run()),
             ConfigSubcommand::Explain(explain) => return explain.run(),
             ConfigSubcommand::Schema => {
                 anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?);

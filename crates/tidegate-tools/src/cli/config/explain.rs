@@ -122,10 +122,13 @@ impl ExplainCommand {
     }
 }
 
-/// Requests of a log by policy, whether it applies, and the reason.
+/// Number of requests by whether a policy is exempt from them, and by the reason.
+type Reasons = BTreeMap<(bool, String), u64>;
+
+/// Requests of a log by policy.
 struct ReasonCounts<'p> {
     requests: u64,
-    by_policy: Vec<(&'p str, BTreeMap<(bool, String), u64>)>,
+    by_policy: Vec<(&'p str, Reasons)>,
 }
 
 impl<'p> ReasonCounts<'p> {
