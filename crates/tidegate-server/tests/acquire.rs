@@ -239,13 +239,11 @@ fn calendar_wins_over_the_variable_of_the_window() {
 #[test]
 fn limit_of_a_simulation_wins_over_the_variable_of_the_file() {
     let simulate = ["simulate", "--load", "steady", "--rate", "10", "--duration", "10s"];
-    for flags in [&["--limit", "5", "--window", "1s"][..], &["--limit", "5", "--key", "ip"]] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-        command.args(simulate).args(flags).env_clear();
-        let output = command.env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml").output();
-        let output = output.expect("the binary runs");
-        assert_eq!(output.status.code(), Some(0), "{flags:?}: {}", text(&output.stderr));
-    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(simulate).args(["--limit", "5", "--window", "1s"]).env_clear();
+    let output = command.env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml").output();
+    let output = output.expect("the binary runs");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     // Without such a flag, the variable counts, and an error names it.
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.args(simulate).env_clear().env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml");

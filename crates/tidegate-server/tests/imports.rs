@@ -99,7 +99,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
         "tidegate-tools",
         &[
             ("cli", &["bench", "doctor", "plan", "simulate", "tool", "top"]),
-            ("bench", &["tool"]),
+            ("bench", &["simulate", "tool"]),
             ("doctor", &["tool"]),
             ("plan", &["tool"]),
             ("simulate", &["tool"]),

@@ -55,7 +55,7 @@ impl Config {
             {
                 errors.push(error);
             }
-            // What an anchor names is used elsewhere.
+            // The value of an anchor is used elsewhere.
             let is_over = lines[left_out.clone()].iter().any(|line| line.contains('&'));
             if (is_over && !errors.is_empty()) || errors.len() == MAX_ERRORS {
                 return Err(errors);

@@ -14,7 +14,7 @@ use crate::tool::client::{ClientOptions, Endpoint, ServiceKind};
 const BETWEEN_ATTRIBUTES: char = '\u{1e}';
 const BEFORE_VALUE: char = '\u{1f}';
 
-/// Who decides the requests.
+/// Front door that decides the requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Door {
     Gateway,

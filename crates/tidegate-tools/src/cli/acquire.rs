@@ -109,7 +109,7 @@ pub struct AcquireCommand {
     #[arg(conflicts_with = "report")]
     wait: Option<Duration>,
 
-    /// Print no decisions: the exit code tells
+    /// Print no decisions, for scripts that read the exit code
     #[arg(long, env = "TIDEGATE_QUIET", value_parser = FalseyValueParser::new())]
     #[arg(conflicts_with = "json")]
     quiet: bool,
