@@ -17,7 +17,7 @@ help: ## List the targets
 # Programs that the tests run, each with its Debian package.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
 	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess \
-	apache2:apache2-bin php:php-cli puma:puma rackup:ruby-rack zstd:zstd chromium:chromium \
+	apache2:apache2-bin php:php-cli puma:puma rackup:ruby-rack zstd:zstd bzip2:bzip2 xz:xz-utils chromium:chromium \
 	systemd-analyze:systemd luacheck:lua-check lua5.4:lua5.4
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \

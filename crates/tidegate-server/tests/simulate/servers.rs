@@ -1,6 +1,7 @@
 //! Lines that real servers write. `make setup` installs them.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -331,12 +332,14 @@ policies:
         denied += usize::from(Client(9).get(address, "/", headers).status == 429);
         let time = format!("16/Nov/2026:07:{:02}:{:02} +0000", number / 60, number % 60);
         let request = "GET / HTTP/1.1";
-        log += &format!("127.0.0.9 - - [{time}] \"{request}\" 200 5 \"-\" \"-\" \"{list}\"\n");
-        let list = json!(list);
-        json += &format!(
-            "{{\"time_local\":\"{time}\",\"remote_addr\":\"127.0.0.9\",\"request\":\"{request}\",\
-             \"http_x_forwarded_for\":{list}}}\n"
-        );
+        let _ = writeln!(log, r#"127.0.0.9 - - [{time}] "{request}" 200 5 "-" "-" "{list}""#);
+        let line = json!({
+            "time_local": time,
+            "remote_addr": "127.0.0.9",
+            "request": request,
+            "http_x_forwarded_for": list,
+        });
+        let _ = writeln!(json, "{line}");
     }
     assert!(denied > 20, "{denied}");
     for lines in [log, json] {

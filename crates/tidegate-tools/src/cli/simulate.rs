@@ -46,6 +46,11 @@ Examples:
     tidegate simulate --access-log access.log --config tidegate.yaml \\
       --policy per-address --limit 300 --svg traffic.svg
 
+  Logs in a format of your own, and only failed logins of one hour:
+    tidegate simulate --access-log 'logs/access.log*' --config tidegate.yaml \\
+      --log-format '$remote_addr [$time_iso8601] \"$request\" $status' \\
+      --from 2026-11-16T07:00:00Z --until 2026-11-16T08:00:00Z --where status=401
+
   Requests that a new configuration would deny:
     tidegate simulate --access-log access.log --config tidegate.yaml --what-if new.yaml
 

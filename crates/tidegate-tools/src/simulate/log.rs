@@ -29,6 +29,7 @@ mod field;
 mod file;
 mod filter;
 mod format;
+mod guess;
 mod input;
 mod line;
 mod members;
@@ -40,6 +41,13 @@ mod time;
 /// Maximum number of bad lines that are shown.
 const MAX_EXAMPLES: usize = 5;
 
+/// Help of `--log-format`.
+const FORMAT_HELP: &str = "\
+    Format of the lines: directives of nginx ('$remote_addr - [$time_local] …'), Apache ('%h %l \
+    %u %t …') or Envoy, or a name: combined, vhost_combined, json, csv, logfmt, caddy, traefik, \
+    envoy, haproxy, alb, cloudfront, s3, cloudflare, iis, docker, cri … [default: by the first \
+    lines]";
+
 /// Access logs to read.
 #[derive(Debug, Default, clap::Args)]
 pub struct LogArgs {
@@ -49,15 +57,12 @@ pub struct LogArgs {
     #[arg(id = "access_log", num_args = 1..)]
     files: Vec<PathBuf>,
 
-    /// Format of the lines: directives of nginx ('$remote_addr - [$time_local] …'), Apache
-    /// ('%h %l %u %t …') or Envoy, or a name: combined, vhost_combined, json, csv, logfmt, caddy,
-    /// traefik, envoy, haproxy, alb, cloudfront, s3, cloudflare, iis, docker, cri …
-    #[arg(long, value_name = "FORMAT", default_value = "auto", hide_default_value = true)]
-    #[arg(env = "TIDEGATE_SIMULATE_LOG_FORMAT")]
+    #[arg(long, help = FORMAT_HELP, value_name = "FORMAT", env = "TIDEGATE_SIMULATE_LOG_FORMAT")]
+    #[arg(default_value = "auto", hide_default_value = true)]
     log_format: String,
 
-    /// Member of JSON, or column, that has an attribute, such as time=.start_time or ip=.client.ip
-    #[arg(long = "field", value_name = "NAME=.PATH", value_parser = field)]
+    /// Member of JSON, or column, of an attribute, of the time or of the target
+    #[arg(long = "field", value_name = "time=.PATH", value_parser = field)]
     fields: Vec<(String, String)>,
 
     /// Leave out requests before this time, such as 2026-11-16T07:00:00Z

@@ -30,7 +30,7 @@ pub fn load(flag: &str, path: &Path) -> anyhow::Result<Variant> {
     ensure!(
         !(has("domain:") && has("descriptors:")),
         "{flag} {name}: this is a rule file of Envoy's rate limit service. Envoy makes the \
-         descriptors, and no log has them: write the limits as policies, whose keys are ip or headers"
+         descriptors, and no log has them: write the limits as policies, with ip or headers as keys"
     );
     let (policies, client_ip) = Config::load_policies(path)?;
     let rules = if has("envoy:") {

@@ -23,7 +23,7 @@ pub(super) struct Columns {
 
 impl Columns {
     /// Parses the line that names the columns. `None`: it does not.
-    pub(super) fn parse(line: &str, named: impl Fn(&str) -> Option<Field>) -> Option<Self> {
+    pub(super) fn parse(line: &str, find: impl Fn(&str) -> Option<Field>) -> Option<Self> {
         let w3c = line.strip_prefix(W3C_FIELDS).map(str::trim);
         let separator = match w3c {
             Some(_) => ' ',
@@ -32,7 +32,7 @@ impl Columns {
         let mut names = Vec::new();
         let text = w3c.map(|names| names.replace('\t', " "));
         split(text.as_deref().unwrap_or(line), separator, |name| {
-            names.push(name.trim().to_owned())
+            names.push(name.trim().to_owned());
         })
         .ok()?;
         // Names of headers are case-insensitive.
@@ -48,7 +48,7 @@ impl Columns {
             return None;
         }
         let field = |name: &String| {
-            named(name).unwrap_or_else(|| match Field::named(name) {
+            find(name).unwrap_or_else(|| match Field::named(name) {
                 Field::Skip if w3c.is_none() && !name.is_empty() => {
                     Field::Attribute(name.as_str().into())
                 }

@@ -1,26 +1,25 @@
 //! [`LineFormat`]: the format of a file, recognized by its lines.
 
 use std::borrow::Cow;
-use std::fmt::Write as _;
+use std::collections::BTreeSet;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, ensure};
 
 use super::columns::{Columns, W3C_FIELDS};
 use super::field::{Core, Field};
-use super::format::{FORMATS, TextFormat, quote_end};
-use super::line::{LineError, LineParts, request_line};
-use super::members::{Members, Syntax};
+use super::format::{FORMATS, FormatSyntax, TextFormat, quote_end};
+use super::guess::guess;
+use super::line::{LineError, LineParts};
+use super::members::Members;
 use super::record::Record;
 use super::time::TimeParser;
 
 /// Maximum number of words of a prefix, which syslog, containers and the like put before a line.
 const MAX_PREFIX_WORDS: usize = 12;
-/// Maximum number of words of a line that are looked at to guess its format.
-const MAX_GUESS_WORDS: usize = 64;
 /// Maximum number of words of a time.
 const MAX_TIME_WORDS: usize = 6;
-const METHODS: [&str; 9] =
-    ["GET", "POST", "PUT", "HEAD", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE"];
+/// Names for any format, after the prefix that they put before lines.
+const ANY_FORMAT: [&str; 6] = ["auto", "docker", "compose", "cri", "syslog", "journald"];
 
 /// How much of a format a line must have to be recognized by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +38,7 @@ enum Layout {
     Text(TextFormat),
     Columns(Columns),
     /// Named values. One of them may be a line of another format.
-    Members(Members, Option<Box<LineFormat>>),
+    Members(Box<Members>, Option<Box<LineFormat>>),
 }
 
 /// Format of the lines of a file.
@@ -61,7 +60,7 @@ pub(super) struct LineFormat {
 pub(super) struct Detector {
     formats: Vec<Layout>,
     named: Vec<(String, Field)>,
-    is_named: bool,
+    is_auto: bool,
     reads_columns: bool,
 }
 
@@ -69,55 +68,43 @@ impl Detector {
     /// Creates a detector for `--log-format` and `--field`.
     pub(super) fn new(format: &str, fields: &[(String, String)]) -> anyhow::Result<Self> {
         let named = |(name, path): &(String, String)| {
-            let path = path.replace(['"', ']'], "").replace("[", ".");
+            let path = path.replace(['"', ']'], "").replace('[', ".");
             (path.trim_start_matches('.').to_owned(), Field::of_attribute(name))
         };
         let named: Vec<(String, Field)> = fields.iter().map(named).collect();
-        let members = |syntax| Layout::Members(Members::new(syntax, &named), None);
-        let text = |text: &str| TextFormat::compile(text).map(Layout::Text);
-        let (mut formats, mut reads_columns) = (Vec::new(), false);
         let name = format.to_ascii_lowercase();
-        match name.as_str() {
-            "auto" | "docker" | "cri" | "compose" | "syslog" | "journald" => {
-                formats.push(members(Syntax::Json));
-                for (_, directives) in FORMATS {
-                    formats.push(text(directives)?);
-                }
-                formats.extend([members(Syntax::Ltsv), members(Syntax::Logfmt)]);
-                reads_columns = true;
+        let is_auto = ANY_FORMAT.contains(&name.as_str());
+        let mut detector = Self { formats: Vec::new(), named, is_auto, reads_columns: false };
+        for (names, syntax) in FORMATS {
+            if is_auto || names.split(' ').any(|known| known == name) {
+                detector.add(syntax)?;
             }
-            "json" | "caddy" | "cloudflare" | "envoy-json" | "gcp" | "azure" => {
-                formats.push(members(Syntax::Json));
-            }
-            "traefik" => formats.extend([members(Syntax::Json), text(FORMATS[1].1)?]),
-            "istio" | "envoy" => {
-                for (_, directives) in
-                    FORMATS.iter().filter(|(it, _)| ["envoy", "istio"].contains(it))
-                {
-                    formats.push(text(directives)?);
-                }
-                formats.push(members(Syntax::Json));
-            }
-            "logfmt" | "heroku" => formats.push(members(Syntax::Logfmt)),
-            "ltsv" => formats.push(members(Syntax::Ltsv)),
-            "csv" | "tsv" | "w3c" | "iis" | "cloudfront" => reads_columns = true,
-            "common" | "apache" | "nginx" | "gunicorn" | "morgan" => {
-                formats.push(text(FORMATS[1].1)?)
-            }
-            directives if format.contains(['$', '%']) => {
-                _ = directives;
-                formats.push(text(format).with_context(|| format!("--log-format {format:?}"))?);
-            }
-            name => match FORMATS.iter().find(|(known, _)| *known == name) {
-                Some((_, directives)) => formats.push(text(directives)?),
-                None => bail!(
-                    "--log-format {name:?} is unknown: write directives of nginx ($remote_addr …), \
-                     Apache (%h …) or Envoy, or one of auto, combined, json, csv, {}",
-                    known_names()
-                ),
-            },
         }
-        Ok(Self { formats, named, is_named: name != "auto", reads_columns })
+        if format.contains(['$', '%']) {
+            let context = || format!("--log-format {format:?}");
+            detector.add(&FormatSyntax::Text(format)).with_context(context)?;
+        }
+        let known = FORMATS.iter().flat_map(|(names, _)| names.split(' '));
+        let known: BTreeSet<&str> = known.chain(ANY_FORMAT).collect();
+        ensure!(
+            detector.reads_columns || !detector.formats.is_empty(),
+            "--log-format {format:?} is unknown: write directives of nginx ($remote_addr …), \
+             Apache (%h …) or Envoy, or one of {}",
+            known.into_iter().collect::<Vec<_>>().join(", ")
+        );
+        Ok(detector)
+    }
+
+    fn add(&mut self, syntax: &FormatSyntax<'_>) -> anyhow::Result<()> {
+        match syntax {
+            FormatSyntax::Text(text) => self.formats.push(Layout::Text(TextFormat::compile(text)?)),
+            FormatSyntax::Members(syntax) => {
+                let members = Box::new(Members::new(*syntax, &self.named));
+                self.formats.push(Layout::Members(members, None));
+            }
+            FormatSyntax::Columns => self.reads_columns = true,
+        }
+        Ok(())
     }
 
     /// Recognizes the format by a line. `None`: the line is not a request of a known format.
@@ -130,7 +117,7 @@ impl Detector {
         self.detect_request(line)
             .or_else(columns)
             .or_else(named)
-            .or_else(|| guess(line).filter(|_| !self.is_named))
+            .or_else(|| guess(line).filter(|_| self.is_auto))
     }
 
     /// Recognizes the format of a line among others by a request that it has.
@@ -196,8 +183,8 @@ impl Detector {
                 };
                 let needs_address =
                     format.has(Core::Address) && strictness != Strictness::AnyAddress;
-                let is_host =
-                    !format.starts_with_host() || parts.take(Core::Host).is_some_and(is_host);
+                let is_host = !format.starts_with_host()
+                    || parts.take(Core::Host).is_some_and(|host| is_host(&host));
                 if !is_found || !is_host || needs_address && !is_address {
                     return None;
                 }
@@ -235,11 +222,15 @@ impl Detector {
     /// Returns the format of a file without a line that is a request.
     pub(super) fn fallback(&self) -> Option<LineFormat> {
         let [layout] = &self.formats[..] else { return None };
-        self.is_named.then(|| LineFormat::new(layout.clone(), &self.named))
+        (!self.is_auto).then(|| LineFormat::new(layout.clone(), &self.named))
     }
 }
 
 impl LineFormat {
+    pub(super) fn of_text(format: TextFormat) -> Self {
+        Self::new(Layout::Text(format), &[])
+    }
+
     fn new(layout: Layout, named: &[(String, Field)]) -> Self {
         Self {
             prefix_words: 0,
@@ -293,7 +284,10 @@ impl LineFormat {
         let time = own.as_deref().or(time);
         let mut parts = LineParts::new(record, only_time);
         match &mut self.layout {
-            Layout::Text(format) => _ = format.scan(rest, &mut parts).map_err(LineError::Bad)?,
+            Layout::Text(format) => {
+                parts.needs_request = format.has(Core::Request) || format.has(Core::Method);
+                format.scan(rest, &mut parts).map_err(LineError::Bad)?;
+            }
             Layout::Columns(columns) => {
                 if line.starts_with('#') {
                     if line.starts_with(W3C_FIELDS) {
@@ -308,6 +302,7 @@ impl LineFormat {
                     }
                     return Err(LineError::Comment);
                 }
+                parts.needs_request = false;
                 columns.scan(rest, &mut parts).map_err(LineError::Bad)?;
             }
             Layout::Members(members, inner) => {
@@ -328,12 +323,11 @@ impl LineFormat {
 }
 
 /// Returns whether a text is a host with a domain or a port, unlike the tag of a program.
-fn is_host(text: Cow<'_, str>) -> bool {
-    let (name, port) =
-        text.split_once(':').map_or((&*text, None), |(name, port)| (name, Some(port)));
+fn is_host(text: &str) -> bool {
+    let (name, port) = text.split_once(':').map_or((text, None), |(name, port)| (name, Some(port)));
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
-    let is_port = |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
-    name.chars().all(is_part) && port.map_or(name.contains('.'), is_port)
+    let is_number = |port: &str| port.parse::<u16>().is_ok();
+    name.chars().all(is_part) && port.map_or(name.contains('.'), is_number)
 }
 
 /// Returns whether the method and the target look like those of most requests.
@@ -345,7 +339,7 @@ fn is_usual(record: &Record) -> bool {
 }
 
 /// Splits off a word. Quotes and brackets at its start hold it together.
-fn split_word(text: &str) -> Option<(&str, &str)> {
+pub(super) fn split_word(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_start_matches([' ', '\t']);
     let bytes = text.as_bytes();
     let held = match bytes.first()? {
@@ -374,7 +368,7 @@ fn time_text<'l>(words: &[&'l str]) -> Cow<'l, str> {
 }
 
 /// Finds the time in words: the first one, and of those the longest.
-fn prefix_time(words: &[&str]) -> Option<(usize, usize)> {
+pub(super) fn prefix_time(words: &[&str]) -> Option<(usize, usize)> {
     let mut times = TimeParser::default();
     (0..words.len()).find_map(|first| {
         let counts = (1..=MAX_TIME_WORDS.min(words.len() - first)).rev();
@@ -383,180 +377,4 @@ fn prefix_time(words: &[&str]) -> Option<(usize, usize)> {
             text.len() >= 10 && times.parse(&text).is_some_and(|time| time > 100_000_000_000_000)
         })
     })
-}
-
-/// Guesses the directives of a line that has a time, an address and a request.
-fn guess(line: &str) -> Option<LineFormat> {
-    [' ', '|', '\t', ';', ','].into_iter().find_map(|separator| guess_words(line, separator))
-}
-
-fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
-    let mut words = Vec::new();
-    let mut rest = line;
-    while words.len() < MAX_GUESS_WORDS && !rest.is_empty() {
-        let (word, after) = if separator == ' ' {
-            split_word(rest)?
-        } else {
-            rest.split_once(separator).unwrap_or((rest, ""))
-        };
-        words.push(word.trim());
-        rest = after;
-    }
-    if words.len() < 3 {
-        return None;
-    }
-    let mut names: Vec<Option<&str>> = vec![None; words.len()];
-    let bare = |word: &'_ str| word.trim_matches(['"', '[', ']', '\'', '(', ')']).to_owned();
-    let (time, time_words) = prefix_time(&words)?;
-    let is_method = |word: &str| METHODS.contains(&word);
-    let is_target = |word: &str| word.starts_with('/') || word.contains("://") || word == "*";
-    let is_request = |word: &String| {
-        request_line(word).is_some_and(|(method, target)| is_method(method) && is_target(target))
-    };
-    let plain: Vec<String> = words.iter().map(|word| bare(word)).collect();
-    let request = plain.iter().position(is_request);
-    let method = plain.windows(2).position(|pair| is_method(&pair[0]) && is_target(&pair[1]));
-    let after = match (request, method) {
-        (Some(request), _) => {
-            names[request] = Some("$request");
-            request
-        }
-        (None, Some(method)) => {
-            names[method] = Some("$method");
-            names[method + 1] = Some("$target");
-            method + 1
-        }
-        (None, None) => {
-            let method = plain.iter().position(|word| is_method(word))?;
-            let target = plain.iter().position(|word| is_target(word))?;
-            names[method] = Some("$method");
-            names[target] = Some("$target");
-            target.max(method)
-        }
-    };
-    names[time..time + time_words].fill(Some(""));
-    names[time] = Some("$time");
-    let free = |names: &[Option<&str>], at: usize| names[at].is_none();
-    let address =
-        (0..words.len()).find(|at| free(&names, *at) && super::address(&plain[*at]).is_some());
-    if let Some(at) = address {
-        names[at] = Some("$remote_addr");
-    }
-    let is_list = |text: &String| text.split(',').all(|hop| super::address(hop.trim()).is_some());
-    let start = address.map_or(0, |at| at + 1);
-    let list = (start..words.len())
-        .find(|at| free(&names, *at) && is_list(&plain[*at]) && words[*at].starts_with('"'));
-    if let Some(at) = list {
-        names[at] = Some("$http_x_forwarded_for");
-    }
-    let is_status = |word: &String| {
-        word.len() == 3 && word.parse().is_ok_and(|status: u16| (100..600).contains(&status))
-    };
-    let status = (after + 1..words.len()).chain(0..after);
-    if let Some(at) = status.into_iter().find(|at| free(&names, *at) && is_status(&plain[*at])) {
-        names[at] = Some("$status");
-    }
-    let is_agent =
-        |word: &String| ["Mozilla/", "curl/", "python-"].iter().any(|it| word.starts_with(it));
-    if let Some(at) = (0..words.len()).find(|at| free(&names, *at) && is_agent(&plain[*at])) {
-        names[at] = Some("$http_user_agent");
-    }
-    let mut directives = String::new();
-    let last = names.iter().rposition(|name| name.is_some_and(|name| !name.is_empty()))?;
-    for (at, word) in words.iter().enumerate().take(last + 1) {
-        if names[at] == Some("") {
-            continue;
-        }
-        if at > 0 {
-            directives.push(separator);
-        }
-        // Quotes and brackets around a value stay in the format.
-        let (start, end) = match (word.chars().next()?, word.chars().next_back()?) {
-            (open @ ('"' | '[' | '(' | '\''), close @ ('"' | ']' | ')' | '\''))
-                if word.len() > 1 =>
-            {
-                (open.to_string(), close.to_string())
-            }
-            _ => (String::new(), String::new()),
-        };
-        let name = names[at].unwrap_or("$_");
-        let name =
-            if at == time && time_words > 1 { &format!("${{time:{time_words}}}") } else { name };
-        let _ = write!(directives, "{start}{name}{end}");
-    }
-    let format = TextFormat::compile(&directives).ok()?;
-    let mut found = LineFormat::new(Layout::Text(format), &[]);
-    found.guess = Some(directives);
-    let mut record = Record::default();
-    found.parse(line, &mut record, false).is_ok().then_some(found)
-}
-
-/// Describes a line whose format is unknown, and the flags that would read it.
-pub(super) fn describe(line: &str) -> String {
-    let mut record = Record::default();
-    let mut members = Members::new(Syntax::Json, &[]);
-    let mut parts = LineParts::new(&mut record, false);
-    if members.scan(line, &mut parts).is_ok() {
-        let mut names: Vec<&str> = members.names().collect();
-        names.sort_unstable();
-        let names = names.into_iter().take(20).collect::<Vec<_>>().join(", ");
-        let missing = [
-            ("time", parts.take_time().is_none()),
-            ("method", parts.take(Core::Method).or(parts.take(Core::Request)).is_none()),
-            ("target", parts.take(Core::Target).is_none()),
-        ];
-        let flags: Vec<String> = missing
-            .iter()
-            .filter(|(_, is_missing)| *is_missing)
-            .map(|(name, _)| format!("--field {name}=.NAME"))
-            .collect();
-        return format!(
-            "it is JSON with the members {names}: say which ones have the request, with {}",
-            flags.join(" ")
-        );
-    }
-    let mut words = Vec::new();
-    let mut rest = line;
-    while let Some((word, after)) = split_word(rest).filter(|_| words.len() < MAX_GUESS_WORDS) {
-        words.push(word);
-        rest = after;
-    }
-    let bare = |word: &&str| word.trim_matches(['"', '[', ']']).to_owned();
-    let has = |found: bool, what: &'static str| if found { what } else { "" };
-    let found = [
-        has(prefix_time(&words).is_some(), "a time"),
-        has(words.iter().any(|word| super::address(&bare(word)).is_some()), "an address"),
-        has(words.iter().any(|word| request_line(&bare(word)).is_some()), "a request"),
-    ];
-    let found: Vec<&str> = found.into_iter().filter(|text| !text.is_empty()).collect();
-    let found = if found.is_empty() {
-        "neither a time nor a request".to_owned()
-    } else {
-        format!("only {}", found.join(" and "))
-    };
-    format!(
-        "its {} words have {found}: describe them with --log-format, such as \
-         '$remote_addr [$time_local] \"$request\" $status', or name columns in its first line \
-         (time,ip,method,path)",
-        words.len()
-    )
-}
-
-/// Returns the names that `--log-format` has.
-pub(super) fn known_names() -> String {
-    let texts = FORMATS.iter().map(|(name, _)| *name);
-    let others = [
-        "common",
-        "caddy",
-        "traefik",
-        "envoy-json",
-        "cloudflare",
-        "iis",
-        "cloudfront",
-        "docker",
-        "cri",
-        "logfmt",
-        "ltsv",
-    ];
-    texts.chain(others).filter(|name| *name != "combined").collect::<Vec<_>>().join(", ")
 }

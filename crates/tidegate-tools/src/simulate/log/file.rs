@@ -11,7 +11,8 @@ use anyhow::{Context as _, ensure};
 
 use tidegate::decode_value;
 
-use super::detect::{Detector, LineFormat, describe};
+use super::detect::{Detector, LineFormat};
+use super::guess::describe;
 use super::input::{self, LineReader, LogLine, LogSource, MAX_LINE_BYTES};
 use super::line::LineError;
 use super::record::Record;
@@ -197,7 +198,7 @@ impl LogFile {
                     sorter.add(if is_header { 0 } else { last }, number, bytes)?;
                 }
                 // It has more bytes than any line that is read.
-                LogLine::TooLong => sorter.add(last, number, &[b' '; MAX_LINE_BYTES + 1])?,
+                LogLine::TooLong => sorter.add(last, number, &vec![b' '; MAX_LINE_BYTES + 1])?,
             }
         }
         self.lines.sorted = Some(sorter.finish()?);

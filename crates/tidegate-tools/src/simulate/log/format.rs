@@ -6,45 +6,58 @@ use anyhow::ensure;
 
 use super::field::{Core, Field, unescaped};
 use super::line::LineParts;
+use super::members::Syntax;
 
-/// Formats by name. A line may have less than its format: everything after the request.
-pub(super) const FORMATS: &[(&str, &str)] = &[
-    (
-        "vhost_combined",
-        r#"$host $remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent""#,
-    ),
-    (
-        "combined",
-        r#"$remote_addr $_ $remote_user [$time_local] "$request" $status $bytes "$http_referer" "$http_user_agent" "$maybe_forwarded""#,
-    ),
-    (
-        "envoy",
-        r#"[$time] "$method $target $_" $status $_ $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_""#,
-    ),
-    (
-        "istio",
-        r#"[$time] "$method $target $_" $status $_ $_ $_ "$_" $_ $bytes $_ $_ "$http_x_forwarded_for" "$http_user_agent" "$_" "$authority" "$_" $_ $_ $_ $remote_addr $_ $_"#,
-    ),
-    (
-        "haproxy",
-        r#"$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ "$request""#,
-    ),
-    (
-        "alb",
-        r#"$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#,
-    ),
-    (
-        "elb",
-        r#"$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes "$request" "$http_user_agent""#,
-    ),
-    (
-        "s3",
-        r#"$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ "$request" $status $_ $bytes $_ $_ $_ "$http_referer" "$http_user_agent""#,
-    ),
-    ("squid", "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user"),
-    ("uvicorn", r#"$remote_addr - "$request" $status"#),
-    ("gin", r#"$time | $status | $_ | $remote_addr | $method "$target""#),
-    ("rails", r#"Started $method "$target" for $remote_addr at $time"#),
+/// Syntax of a format.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum FormatSyntax<'f> {
+    /// Directives.
+    Text(&'f str),
+    Members(Syntax),
+    Columns,
+}
+
+/// Formats with their names. A line may have less than its format: everything after the request.
+#[rustfmt::skip]
+pub(super) const FORMATS: &[(&str, FormatSyntax<'static>)] = &[
+    ("json caddy traefik cloudflare envoy-json envoy istio gcp azure",
+     FormatSyntax::Members(Syntax::Json)),
+    ("vhost_combined", FormatSyntax::Text(
+         "$host $remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
+          \"$http_referer\" \"$http_user_agent\"")),
+    ("combined common nginx apache traefik gunicorn morgan", FormatSyntax::Text(
+         "$remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
+          \"$http_referer\" \"$http_user_agent\" \"$maybe_forwarded\"")),
+    ("envoy istio", FormatSyntax::Text(
+         "[$time] \"$method $target $_\" $status $_ $_ $bytes $_ $_ \"$http_x_forwarded_for\" \
+          \"$http_user_agent\" \"$_\" \"$authority\" \"$_\"")),
+    ("envoy istio", FormatSyntax::Text(
+         "[$time] \"$method $target $_\" $status $_ $_ $_ \"$_\" $_ $bytes $_ $_ \
+          \"$http_x_forwarded_for\" \"$http_user_agent\" \"$_\" \"$authority\" \"$_\" $_ $_ $_ \
+          $remote_addr $_ $_")),
+    ("haproxy", FormatSyntax::Text(
+         "$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ \
+          \"$request\"")),
+    ("alb", FormatSyntax::Text(
+         "$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+          \"$http_user_agent\"")),
+    ("elb", FormatSyntax::Text(
+         "$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+          \"$http_user_agent\"")),
+    ("s3", FormatSyntax::Text(
+         "$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ \"$request\" $status $_ $bytes \
+          $_ $_ $_ \"$http_referer\" \"$http_user_agent\"")),
+    ("squid", FormatSyntax::Text(
+         "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user")),
+    ("uvicorn", FormatSyntax::Text(
+         "$remote_addr - \"$request\" $status")),
+    ("gin", FormatSyntax::Text(
+         "$time | $status | $_ | $remote_addr | $method \"$target\"")),
+    ("rails", FormatSyntax::Text(
+         "Started $method \"$target\" for $remote_addr at $time")),
+    ("ltsv", FormatSyntax::Members(Syntax::Ltsv)),
+    ("logfmt heroku", FormatSyntax::Members(Syntax::Logfmt)),
+    ("csv tsv w3c iis cloudfront", FormatSyntax::Columns),
 ];
 
 /// Field of a format, and the text after it.
@@ -252,8 +265,8 @@ pub(super) fn quote_end(bytes: &[u8]) -> Option<(usize, bool)> {
     Some((at, has_escapes))
 }
 
-/// Returns the field and length of a directive of nginx, and the number of words of its value, which
-/// `${time:2}` says.
+/// Returns the field and length of a directive of nginx, and the number of words of its value:
+/// `${time:2}` has two.
 fn nginx(text: &str) -> Option<(Field, usize, usize)> {
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let name = text.strip_prefix('$')?;

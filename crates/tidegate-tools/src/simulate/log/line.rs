@@ -6,7 +6,7 @@ use super::field::{Core, Field};
 use super::record::Record;
 use super::time::TimeParser;
 
-/// Minimum length of a time. A shorter text with such a name is a duration, unless there is no other.
+/// Minimum length of a time. A shorter text is a duration, unless there is no other.
 pub(super) const MIN_TIME_LENGTH: usize = 10;
 /// Value in place of a header that the server did not log: Caddy hides credentials this way, and
 /// Traefik can.
@@ -30,11 +30,13 @@ pub(super) struct LineParts<'l, 'r> {
     record: &'r mut Record,
     /// Whether only the time is needed.
     pub(super) only_time: bool,
+    /// Whether a line without a method or a path is not a request.
+    pub(super) needs_request: bool,
 }
 
 impl<'l, 'r> LineParts<'l, 'r> {
     pub(super) fn new(record: &'r mut Record, only_time: bool) -> Self {
-        Self { core: [const { None }; Core::COUNT], record, only_time }
+        Self { core: [const { None }; Core::COUNT], record, only_time, needs_request: true }
     }
 
     pub(super) fn into_record(self) -> &'r mut Record {
@@ -125,6 +127,11 @@ impl<'l, 'r> LineParts<'l, 'r> {
         let method = method.as_deref().or(split.map(|(method, _)| method));
         let target = target.as_deref().or(split.map(|(_, target)| target));
         let is_empty = |text: &str| text.is_empty() || text == "-";
+        if !self.needs_request && line.is_none() && (method.is_none() || target.is_none()) {
+            self.record.push("method", method.unwrap_or_default());
+            self.record.push("target", target.unwrap_or_default());
+            return Ok(());
+        }
         let (Some(method), Some(target)) = (method, target) else {
             return Err(match line.or(method).or(target) {
                 Some(_) if line.is_some() => LineError::NotHttp,

@@ -210,8 +210,7 @@ impl Members {
             _ => {
                 let is_end =
                     |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
-                let (value, rest) =
-                    text.split_at(text.as_bytes().iter().position(|it| is_end(it))?);
+                let (value, rest) = text.split_at(text.as_bytes().iter().position(is_end)?);
                 let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-')
                     && value.bytes().all(|it| it.is_ascii_digit() || b"+-.eE".contains(&it));
                 if is_number {
@@ -237,4 +236,113 @@ fn string(text: &str) -> Option<(Cow<'_, str>, &str)> {
     // nginx writes \xNN unless the format has escape=json.
     let standard = serde_json::from_str(&text[..end + 2]).ok().map(Cow::Owned);
     Some((standard.unwrap_or_else(|| unescaped(Cow::Borrowed(value))), rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{Map, Value};
+
+    use super::*;
+    use crate::fuzz;
+    use crate::simulate::log::record::Record;
+
+    /// Returns all texts and numbers with their names.
+    fn leaves(value: &Value, path: &str, found: &mut Vec<(String, String)>) {
+        match value {
+            Value::String(text) => found.push((path.to_owned(), text.clone())),
+            Value::Number(number) => found.push((path.to_owned(), number.to_string())),
+            Value::Array(items) => items.iter().for_each(|item| leaves(item, path, found)),
+            Value::Object(members) => {
+                for (name, value) in members {
+                    let dot = if path.is_empty() { "" } else { "." };
+                    leaves(value, &format!("{path}{dot}{name}"), found);
+                }
+            }
+            Value::Null | Value::Bool(_) => {}
+        }
+    }
+
+    /// Checks that a line has exactly these values.
+    fn check(line: &str, value: &Value) {
+        let mut expected = Vec::new();
+        leaves(value, "", &mut expected);
+        let attribute = |path: &str| (path.to_owned(), Field::Attribute(path.into()));
+        let named: Vec<_> = expected.iter().map(|(path, _)| attribute(path)).collect();
+        let mut members = Members::new(Syntax::Json, &named);
+        // The second line is read by the names of the first.
+        for _ in 0..2 {
+            let mut record = Record::default();
+            let mut parts = LineParts::new(&mut record, false);
+            members.scan(line, &mut parts).expect(line);
+            for (path, _) in &named {
+                let of_path = expected.iter().filter(|(other, _)| other.eq_ignore_ascii_case(path));
+                let is_kept = |text: &&str| !["", "-", "REDACTED"].contains(text);
+                let values = of_path.map(|(_, text)| text.as_str()).filter(is_kept);
+                assert!(record.values(path).eq(values), "{path}: {line}");
+            }
+        }
+    }
+
+    fn json() -> impl Strategy<Value = Value> {
+        let text = "[a-c\"\\\\é\n,:{}-]{0,4}";
+        let leaf = prop_oneof![
+            text.prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            Just(Value::Null),
+            Just(Value::Bool(true)),
+        ];
+        leaf.prop_recursive(4, 32, 5, move |inner| {
+            let members = proptest::collection::btree_map(text, inner.clone(), 0..5);
+            let object =
+                members.prop_map(|it| Value::Object(it.into_iter().collect::<Map<_, _>>()));
+            prop_oneof![proptest::collection::vec(inner, 0..4).prop_map(Value::Array), object]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn json_is_read_as_serde_json_reads_it(value in json(), is_pretty in any::<bool>()) {
+            let value = serde_json::json!({ "value": value });
+            let pretty = serde_json::to_string_pretty(&value).expect("JSON");
+            check(&if is_pretty { pretty } else { value.to_string() }, &value);
+        }
+    }
+
+    #[test]
+    fn what_is_no_object_is_an_error() {
+        let scan = |line: &str| {
+            let mut record = Record::default();
+            let mut parts = LineParts::new(&mut record, false);
+            Members::new(Syntax::Json, &[]).scan(line, &mut parts)
+        };
+        for line in ["", "[]", "{", r#"{"ts": 1"#, r#"{"ts": 1} x"#, r#"{"ts": }"#, r#"{"a": [1}}"#]
+        {
+            assert_eq!(scan(line), Err(NOT_JSON), "{line}");
+        }
+        let nested = |depth: usize| format!("{{\"a\":{}{}}}", "[".repeat(depth), "]".repeat(depth));
+        assert_eq!(scan(&nested(MAX_DEPTH - 1)), Ok(()));
+        assert_eq!(scan(&nested(20_000)), Err(NOT_JSON));
+    }
+
+    #[test]
+    fn fuzz_no_line_panics() {
+        let lines = [
+            r#"{"ts":1794815048.1,"request":{"uri":"/a?b=\"c\"","headers":{"A":["b","c"]}}}"#,
+            r#"{"time":[],"a":{"a":[1,{"b":"}"}]},"method":null,"t":"\u00e9\xff"}"#,
+            "time=2026-11-16T07:44:08Z msg=\"a \\\"b\\\"\" method=GET path=/ ip=",
+            "time:[16/Nov/2026:07:44:08 +0000]\thost:203.0.113.9\treq:GET / HTTP/1.1",
+        ];
+        let pieces = ["{", "}", "[", "]", ",", ":", "\"", "\\", "\\u12", "\t", "=", "1e3", "é"];
+        fuzz::bytes(&lines, &pieces, |line| {
+            let Ok(line) = str::from_utf8(line) else { return };
+            for syntax in [Syntax::Json, Syntax::Logfmt, Syntax::Ltsv] {
+                let mut record = Record::default();
+                let mut parts = LineParts::new(&mut record, false);
+                let result = Members::new(syntax, &[]).scan(line, &mut parts);
+                let is_json = serde_json::from_str::<Map<String, Value>>(line).is_ok();
+                assert!(syntax != Syntax::Json || !is_json || result.is_ok(), "{line}");
+            }
+        });
+    }
 }

@@ -77,7 +77,7 @@ impl Record {
     }
 
     /// Returns all values of an attribute.
-    fn values(&self, name: &str) -> impl DoubleEndedIterator<Item = &str> {
+    pub(super) fn values(&self, name: &str) -> impl DoubleEndedIterator<Item = &str> {
         self.attributes.iter().filter_map(move |attribute| {
             let Attribute { start, value, end } = *attribute;
             self.text[start..value].eq_ignore_ascii_case(name).then(|| &self.text[value..end])

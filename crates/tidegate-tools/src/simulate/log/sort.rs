@@ -7,7 +7,7 @@ use std::io::{self, BufReader, BufWriter, Read, Seek as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
-/// Maximum number of bytes of lines in memory. More are sorted in parts, which a temporary file has.
+/// Maximum number of bytes of lines in memory. More are sorted in parts of a temporary file.
 const MAX_BYTES: usize = 64 * 1024 * 1024;
 /// Size of a read of each part.
 const PART_BLOCK_BYTES: usize = 64 * 1024;

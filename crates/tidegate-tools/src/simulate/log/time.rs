@@ -96,7 +96,7 @@ impl TimeParser {
     }
 }
 
-/// Splits `07:44:08.123` and a zone after it into the text before, microseconds, and the text after.
+/// Splits a time into the text before its fraction of a second, microseconds, and the text after.
 fn split_fraction(text: &str) -> (&str, u64, &str) {
     let bytes = text.as_bytes();
     let is_point = |at: &usize| {
