@@ -86,7 +86,10 @@ impl FromVariables {
                 .any(|(at, _)| !message[at + flag.len()..].starts_with(is_part))
         };
         for (flag, variable) in &self.0 {
-            if mentions(&message, flag) {
+            // A missing file is named, but not its flag.
+            let value = std::env::var(variable).unwrap_or_default();
+            let is_file = value.contains('/') && message.contains(&value);
+            if is_file || mentions(&message, flag) {
                 let _ = write!(message, " ({flag} is set by the variable {variable})");
             }
         }

@@ -153,4 +153,5 @@ fn flag_wins_over_variables_that_it_excludes() {
     let output = missing.env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml").output();
     let error = text(&output.expect("the binary runs").stderr);
     assert!(error.contains("/nowhere/tidegate.yaml"), "{error}");
+    assert!(error.contains("is set by the variable TIDEGATE_CONFIG"), "{error}");
 }

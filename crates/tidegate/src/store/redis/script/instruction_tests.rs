@@ -403,7 +403,8 @@ fn measure_published(
                     fields[0] == redis::Value::Int(1)
                 }
                 redis::Value::Array(fields) => {
-                    matches!(fields[0], redis::Value::Int(count) if count <= limit as i64)
+                    matches!(fields[0], redis::Value::Int(count)
+                        if u64::try_from(count).is_ok_and(|count| count <= limit as u64))
                 }
                 other => panic!("{other:?}"),
             };
