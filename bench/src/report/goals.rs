@@ -9,10 +9,6 @@ use super::{NOT_MEASURED, Page, SuiteResults, abbreviate};
 
 mod redis;
 
-/// Ratio of limitador's server to a no-op server on memory: 65 of 97.5 and 80 of 107 thousand
-/// requests per second (the middle of the measured range, on another machine).
-const LIMITADOR: [(&str, f64); 2] = [("http", 0.67), ("grpc", 0.75)];
-
 struct Goal {
     description: String,
     target: &'static str,
@@ -162,7 +158,7 @@ fn network(results: Option<&Results>, goals: &mut Vec<Goal>) {
             results.ratio("per_second", (protocol, "tidegate"), (protocol, other))
         })
     };
-    for (protocol, limitador) in LIMITADOR {
+    for protocol in ["http", "grpc"] {
         let name = protocol_name(protocol);
         let no_op = ratio(protocol, "no-op");
         let (target, min) = if protocol == "http" { ("≥ 1×", 1.0) } else { ("≥ 0.9×", 0.9) };
@@ -187,15 +183,6 @@ fn network(results: Option<&Results>, goals: &mut Vec<Goal>) {
             1.2,
             throttlecrab,
         ));
-        let share = no_op.map(|ratio| ratio.median / limitador);
-        goals.push(Goal {
-            description: format!(
-                "{name}, compared with limitador's ratio to a no-op server ({limitador}, published)"
-            ),
-            target: "≥ 1.2×",
-            measured: share.map_or(NOT_MEASURED.to_owned(), |share| format!("{share:.2}×")),
-            met: share.map(|share| share >= 1.2),
-        });
     }
 }
 

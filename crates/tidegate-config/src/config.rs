@@ -21,6 +21,7 @@ use crate::warning::{self, ConfigWarning};
 use crate::yaml::{Bounded, BoundedDuration, ConfigError, Document, Ratio};
 
 mod auth;
+mod check;
 mod cors;
 mod gateway;
 mod listen;
@@ -175,7 +176,7 @@ impl Config {
         let text = std::fs::read_to_string(path)
             .map_err(|error| ConfigError::from_io(&path.display().to_string(), &error))?;
         let folder = path.parent().unwrap_or_else(|| Path::new(""));
-        let mut config = Self::parse_in(folder, &path.display().to_string(), &text)?;
+        let mut config = Self::parse_in(folder, &path.display().to_string(), &text, false)?;
         config.files.insert(0, path.to_owned());
         Ok(config)
     }
@@ -201,12 +202,21 @@ impl Config {
 
     /// Validates a text. Errors refer to it by `name`.
     pub fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
-        Self::parse_in(Path::new(""), name, text)
+        Self::parse_in(Path::new(""), name, text, false)
     }
 
-    fn parse_in(folder: &Path, name: &str, text: &str) -> Result<Self, ConfigError> {
+    fn parse_in(
+        folder: &Path,
+        name: &str,
+        text: &str,
+        is_offline: bool,
+    ) -> Result<Self, ConfigError> {
         let document = Document::new(name, text).with_redaction(&redaction::NAMES);
-        let raw: raw::RawConfig = document.parse()?;
+        let document = if is_offline { document.offline() } else { document };
+        let mut raw: raw::RawConfig = document.parse()?;
+        if is_offline {
+            check::without_files(&mut raw);
+        }
         validate(folder, &document, text, raw)
     }
 

@@ -10,6 +10,7 @@ use tidegate_tools::cli::{
 };
 use tidegate_tools::tool::style;
 
+mod arguments;
 mod gateway;
 mod generate;
 mod listen;
@@ -18,6 +19,7 @@ mod serve;
 mod service;
 mod variables;
 
+use arguments::FromVariables;
 use ratelimit::RatelimitCommand;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
@@ -59,12 +61,15 @@ pub(crate) enum Program {
 }
 
 impl Program {
-    /// Parses the arguments, for the program with the name that the process was started by.
-    pub(crate) fn parse() -> Result<Self, clap::Error> {
+    /// Parses the arguments, for the program with the name that the process was started by. Returns
+    /// the flags that variables of the environment have set, too.
+    pub(crate) fn parse() -> (Result<Self, clap::Error>, FromVariables) {
         if ratelimit::is_name(std::env::args_os().next().as_deref()) {
-            return RatelimitCommand::try_parse().map(Self::Ratelimit);
+            let parsed = RatelimitCommand::try_parse().map(Self::Ratelimit);
+            return (parsed, FromVariables::default());
         }
-        CommandLine::try_parse().map(Box::new).map(Self::Tidegate)
+        let (parsed, variables) = arguments::parse();
+        (parsed.map(Box::new).map(Self::Tidegate), variables)
     }
 
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {

@@ -13,7 +13,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     tidegate_service::logs::panics::install_hook();
-    let program = match cli::Program::parse() {
+    let (parsed, variables) = cli::Program::parse();
+    let program = match parsed {
         Ok(program) => program,
         // `--help` and `--version` are reported as errors by clap, but print to stdout.
         Err(error) if !error.use_stderr() => error.exit(),
@@ -23,7 +24,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
         Err(error) => {
-            anstream::eprintln!("{}", cli::one_line(&error));
+            anstream::eprintln!("{}", variables.explain(cli::one_line(&error)));
             return ExitCode::from(2);
         }
     };
@@ -33,7 +34,8 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // The alternate form prints the whole chain of causes on one line.
-            anstream::eprintln!("{}error:{} {error:#}", style::ERROR, style::RESET);
+            let message = variables.explain(format!("{error:#}"));
+            anstream::eprintln!("{}error:{} {message}", style::ERROR, style::RESET);
             ExitCode::from(2)
         }
     }

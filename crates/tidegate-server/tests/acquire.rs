@@ -1,12 +1,11 @@
 //! `tidegate acquire` as a process.
 
-#[path = "../../tidegate/tests/support/server.rs"]
-mod server;
+mod support;
 
 use std::process::{Command, Output, Stdio};
 
 use serde_json::{Value, json};
-use server::Redis;
+use support::Redis;
 
 const LONG: &str = "100d";
 
@@ -227,4 +226,70 @@ fn processes_on_one_redis_are_allowed_exactly_the_limit() {
         assert_eq!(admitted, 300, "{algorithm} {encoding}");
     }
     redis.assert_every_key_expires();
+}
+
+#[test]
+fn calendar_wins_over_the_variable_of_the_window() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(["acquire", "u", "--limit", "5", "--calendar", "month"]).env_clear();
+    let output = command.env("TIDEGATE_WINDOW", LONG).output().expect("the binary runs");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+#[test]
+fn limit_of_a_simulation_wins_over_the_variable_of_the_file() {
+    let simulate = ["simulate", "--load", "steady", "--rate", "10", "--duration", "10s"];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(simulate).args(["--limit", "5", "--window", "1s"]).env_clear();
+    let output = command.env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml").output();
+    let output = output.expect("the binary runs");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    // Without such a flag, the variable counts, and an error names it.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(simulate).env_clear().env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml");
+    let error = text(&command.output().expect("the binary runs").stderr);
+    assert!(error.contains("--config is set by the variable TIDEGATE_CONFIG"), "{error}");
+}
+
+#[test]
+fn decisions_wait_until_they_are_allowed() {
+    let quota = ["--limit", "1", "--window", "200ms", "--count", "3"];
+    let start = std::time::Instant::now();
+    let waited = tidegate(&[&["acquire", "u", "--wait", "60s", "--quiet"], &quota[..]].concat());
+    assert_eq!(waited.status.code(), Some(0), "{}", text(&waited.stderr));
+    assert_eq!(text(&waited.stdout), "", "--quiet");
+    assert!(start.elapsed() >= std::time::Duration::from_millis(400), "{:?}", start.elapsed());
+    // A wait that cannot end in time ends at once.
+    let short = ["acquire", "u", "--limit", "1", "--window", "1h", "--count", "2", "--wait", "1m"];
+    let denied = tidegate(&short);
+    assert_eq!(denied.status.code(), Some(1), "{}", text(&denied.stderr));
+    assert!(start.elapsed() < std::time::Duration::from_secs(50), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_running_service_decides() {
+    let service = support::Service::start("policies: [{name: api, limit: 2, window: 1h}]\n");
+    let url = format!("http://{}", service.http);
+    let by_policy = ["acquire", "ann", "--http", &url, "--policy", "api", "--count", "3"];
+    let decided = tidegate(&by_policy);
+    let lines = text(&decided.stdout);
+    assert_eq!(decided.status.code(), Some(1), "{}", text(&decided.stderr));
+    assert!(lines.starts_with("allowed  1 of 2 left, resets in 1h\nallowed  0 of 2"), "{lines}");
+    assert!(lines.lines().nth(2).expect("a line").starts_with("denied   0 of 2 left"), "{lines}");
+    let by_quota = ["acquire", "bob", "--http", &url, "--json"];
+    let quota = ["--limit", "1", "--window", "100ms", "--count", "3", "--wait", "60s"];
+    let decided = tidegate(&[&by_quota[..], &quota].concat());
+    let decisions = bodies(&decided);
+    assert!(decisions.iter().all(|decision| decision["allowed"] == true), "{decisions:?}");
+    for (flags, message) in [
+        (&["--http", &url, "--policy", "other"][..], "no policy"),
+        (&["--http", &url], "--http needs --policy"),
+        (&["--http", &url, "--policy", "api", "--limit", "5", "--window", "1s"], "has a limit"),
+        (&["--http", "http://127.0.0.1:1", "--policy", "api"], "--http http://127.0.0.1:1: "),
+    ] {
+        let output = tidegate(&[&["acquire", "ann"], flags].concat());
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{flags:?}: {error}");
+        assert!(error.contains(message) && error.lines().count() == 1, "{flags:?}: {error}");
+    }
 }

@@ -29,8 +29,9 @@ fn check_prints_json() {
     assert_eq!(check(&file, "policies:\n  - {name: a, limit: 1, window: 1s}\n"), (Some(0), good));
     let (code, wrong) = check(&file, "policies:\n  - {name: a, limit: 0, window: 1s}\n");
     let message = "limit: must be a whole number from 1 to 1000000000000";
-    let expected =
-        json!({"file": file, "good": false, "line": 2, "column": 22, "message": message});
+    let error = json!({"line": 2, "column": 22, "message": message});
+    let mut expected = json!({"file": file, "good": false, "errors": [error]});
+    expected.as_object_mut().expect("an object").extend(error_fields(&error));
     assert_eq!((code, wrong), (Some(2), expected));
     let (code, unknown) =
         check(&file, "policies:\n  - {name: a, limit: 1, window: 1s, key: [ip, heder.x]}\n");
@@ -149,11 +150,274 @@ fn folders_and_patterns_without_files_are_errors() {
 
 #[test]
 fn help_of_each_subcommand_has_an_example() {
-    for command in ["check", "schema", "sample"] {
+    for command in ["check", "explain", "schema", "sample"] {
         let (code, help) = tidegate(&["config", command, "--help"]);
         assert_eq!(code, Some(0));
-        assert!(help.contains(&format!("Examples:\n  tidegate config {command}")), "{help}");
+        let (_, examples) = help.split_once("Examples:\n").expect("examples");
+        assert!(examples.contains(&format!("  tidegate config {command}")), "{help}");
     }
+}
+
+fn error_fields(error: &Value) -> serde_json::Map<String, Value> {
+    error.as_object().expect("an object").clone()
+}
+
+/// Returns line and message of all errors.
+fn all_errors(checked: &Value) -> Vec<(u64, String)> {
+    let errors = checked["errors"].as_array().expect("a list").iter();
+    let line = |error: &Value| error["line"].as_u64().unwrap_or_default();
+    errors.map(|error| (line(error), error["message"].to_string())).collect()
+}
+
+#[test]
+fn check_prints_all_errors_at_once() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let text = "\
+listen:
+  htp: 127.0.0.1:8080
+policies:
+  - name: a
+    limit: 0
+    window: 1s
+  - name: b
+    limt: 5
+    wndow: 1s
+    # a comment
+  - {name: c, limit: 1, window: 1s}
+  - name: d
+    limit: 1
+    window: soon
+store:
+  heartbeat: never
+";
+    let (code, checked) = check(&file, text);
+    assert_eq!(code, Some(2));
+    let found = all_errors(&checked);
+    let mut lines: Vec<u64> = found.iter().map(|(line, _)| *line).collect();
+    lines.sort_unstable();
+    assert_eq!(lines, [2, 5, 8, 9, 14, 16], "{checked:#}");
+    for (line, message) in [(2, "`http`"), (8, "`limit`"), (9, "`window`"), (16, "on or off")] {
+        let is_found = |(at, text): &(u64, String)| *at == line && text.contains(message);
+        assert!(found.iter().any(is_found), "{line}: {found:?}");
+    }
+    // As text, each has its place and its line of the file.
+    let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["config", "check", file.to_str().expect("UTF-8")])
+        .output()
+        .expect("the binary runs");
+    let printed = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(printed.matches("error: ").count(), 6, "{printed}");
+    assert!(printed.contains("\n9 |     wndow"), "{printed}");
+    // A part that is left out is no error of its own.
+    for valid_rest in ["policies:\n  - name: a\n    limt: 5\n", "store:\n  heartbeet: on\n"] {
+        assert_eq!(all_errors(&check(&file, valid_rest).1).len(), 1, "{valid_rest}");
+    }
+    assert_eq!(all_errors(&check(&file, "policies:\n  - name: [\n").1).len(), 1);
+}
+
+#[test]
+fn several_files_and_the_standard_input_are_checked() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let path = |name: &str| folder.path().join(name);
+    std::fs::write(path("a.yaml"), "policies: [{name: a, limit: 1, window: 1s}]\n").expect("w");
+    std::fs::write(path("b.yaml"), "policies: [{name: b, limit: 0, window: 1s}]\n").expect("w");
+    let input = std::fs::File::open(path("a.yaml")).expect("a file");
+    let run = |files: &[&str], input: std::process::Stdio| {
+        let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(["config", "check", "--json"])
+            .args(files)
+            .current_dir(folder.path())
+            .stdin(input)
+            .output()
+            .expect("the binary runs");
+        let lines = String::from_utf8(output.stdout).expect("UTF-8");
+        let lines = lines.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+        (output.status.code(), lines.collect::<Vec<Value>>())
+    };
+    let (code, results) = run(&["a.yaml", "b.yaml", "missing.yaml", "-"], input.into());
+    assert_eq!(code, Some(2));
+    let good: Vec<&Value> = results.iter().map(|result| &result["good"]).collect();
+    assert_eq!(good, [&json!(true), &json!(false), &json!(false), &json!(true)], "{results:?}");
+    assert_eq!(results[3]["file"], "standard input");
+    assert_eq!(run(&["a.yaml"], std::process::Stdio::null()).0, Some(0));
+}
+
+#[test]
+fn offline_check_needs_no_certificates_tokens_or_variables() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let text = "\
+listen: {http: '0.0.0.0:8080', admin: '0.0.0.0:8082'}
+tls: {certificate: cert.pem, key: key.pem, client_ca: ca.pem}
+auth:
+  api_token_file: api-token
+  admin_token: '${THE_ADMIN_TOKEN}'
+  tokens: [{name: ci, token_file: ci-token, scopes: [acquire]}]
+store:
+  redis: 'rediss://redis:6379'
+  password_file: redis-password
+  tls: {ca: ca.pem}
+gateway: {upstreams: ['https://upstream'], ca: ca.pem}
+policies:
+  - {name: a, limit: 5, window: '${THE_WINDOW}'}
+  - {name: b, limit: 5, window: 1s}
+  - {name: c, limit: '${THE_LIMIT}', window: 1s}
+";
+    let offline = |text: &str| {
+        std::fs::write(&file, text).expect("written");
+        let (code, response) =
+            tidegate(&["config", "check", "--offline", "--json", file.to_str().expect("UTF-8")]);
+        (code, serde_json::from_str::<Value>(&response).expect("JSON"))
+    };
+    assert_eq!(check(&file, text).0, Some(2));
+    let (code, checked) = offline(text);
+    assert_eq!((code, &checked["good"]), (Some(0), &json!(true)), "{checked:#}");
+    // Everything else is checked.
+    for (from, to, line) in [
+        ("scopes: [acquire]", "scopes: [aquire]", 6),
+        ("limit: 5, window: 1s", "limit: 0, window: 1s", 14),
+        ("https://upstream", "upstream", 11),
+    ] {
+        let (code, checked) = offline(&text.replace(from, to));
+        assert_eq!((code, &checked["line"]), (Some(2), &json!(line)), "{to}: {checked:#}");
+    }
+}
+
+#[test]
+fn names_of_other_programs_come_with_ours() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    for (field, meant) in [
+        ("period: 1m", "window"),
+        ("rate: 5", "limit"),
+        ("requests_per_unit: 5", "limit"),
+        ("dry-run: true", "mode: shadow"),
+        ("exclude: {path: /}", "unless"),
+        ("key: [remote_addr]", "ip"),
+        ("key: [$remote_addr]", "ip"),
+        ("match: {uri: /a}", "path"),
+        ("algorithm: gcra", "token-bucket"),
+        ("algorithm: sliding_window", "sliding-log"),
+        ("mode: dry-run", "shadow"),
+        ("on_store_failure: open", "allow"),
+    ] {
+        let text = format!("policies:\n  - name: a\n    limit: 5\n    window: 1m\n    {field}\n");
+        let (code, checked) = check(&file, &text);
+        let message = checked["message"].as_str().expect("a message");
+        assert_eq!((code, &checked["line"]), (Some(2), &json!(5)), "{field}: {message}");
+        assert!(message.ends_with(&format!("(did you mean `{meant}`?)")), "{field}: {message}");
+    }
+    let (_, checked) = check(&file, "rules:\n  - {name: a, limit: 5, window: 1m}\n");
+    let message = checked["message"].as_str().expect("a message");
+    assert!(
+        message.contains("`rules`") && message.contains("did you mean `policies`"),
+        "{message}"
+    );
+}
+
+#[test]
+fn many_overrides_are_loaded_and_the_limit_is_named() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let head = "policies:\n  - name: a\n    limit: 5\n    window: &w 1m\n    key: [header.u]\n    \
+                overrides:\n";
+    let overrides = |count: u32, window: &str| {
+        let entry = |number| format!("      - {{key: u{number}, limit: 1, window: {window}}}\n");
+        head.to_owned() + &(0..count).map(entry).collect::<String>()
+    };
+    for window in ["1m", "*w"] {
+        assert_eq!(check(&file, &overrides(60_000, window)).0, Some(0), "{window}");
+    }
+    let (code, checked) = check(&file, &format!("attributes: [{}]\n", "a,".repeat(2_000_001)));
+    let message = checked["message"].as_str().expect("a message");
+    assert_eq!(code, Some(2));
+    assert!(message.contains("more than 2000000 values"), "{message}");
+}
+
+const EXPLAINED: &str = "
+client_ip: {trusted_proxies: [10.0.0.0/8]}
+attributes: [tenant]
+policies:
+  - name: per-user
+    match: {path: '/api/**', method: [POST]}
+    key: [header.x-user-id]
+    limit: 100
+    window: 1m
+    overrides: [{key: ann, limit: 500}]
+  - {name: per-ip, key: [ip], limit: 5, window: 1s, mode: shadow}
+  - {name: search, match: {query.q: '*'}, limit: 5, window: 1s}
+  - {name: tenants, key: [tenant], limit: 5, window: 1s}
+";
+
+#[test]
+fn explain_shows_which_policies_apply_and_why_the_others_do_not() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    // Offline: nothing but the policies is read.
+    let text = format!("tls: {{certificate: missing.pem, key: missing.pem}}\n{EXPLAINED}");
+    std::fs::write(&file, text).expect("written");
+    let config = ["config", "explain", "--config", file.to_str().expect("UTF-8")];
+    let explained = |request: &[&str]| -> Vec<(bool, Value, String)> {
+        let (code, found) = tidegate(&[&config[..], request, &["--json"]].concat());
+        assert_eq!(code, Some(0), "{found}");
+        let found: Value = serde_json::from_str(&found).expect("JSON");
+        let policies = found["policies"].as_array().expect("a list").iter();
+        let parts = |policy: &Value| {
+            let reason = policy["reason"].as_str().expect("a text").to_owned();
+            (policy["applies"] == json!(true), policy["key"].clone(), reason)
+        };
+        policies.map(parts).collect()
+    };
+    let user = ["--header", "x-user-id: ann", "--path", "/api/items?q=tea", "--ip", "203.0.113.9"];
+    let found = explained(&[&user[..], &["--method", "POST"]].concat());
+    let keys: Vec<(bool, &Value)> = found.iter().map(|(applies, key, _)| (*applies, key)).collect();
+    let expected = [json!("ann"), json!("203.0.113.9"), json!("all"), Value::Null];
+    let expected: Vec<(bool, &Value)> =
+        [true, true, true, false].into_iter().zip(&expected).collect();
+    assert_eq!(keys, expected, "{found:?}");
+    assert!(found[0].2.contains("the limit is 500"), "{found:?}");
+    assert_eq!(found[3].2, "key: the request has no tenant");
+    let proxied = ["--header", "x-forwarded-for: 198.51.100.7", "--ip", "10.0.0.1"];
+    let found = explained(&[&proxied[..], &["--attribute", "tenant=acme"]].concat());
+    assert_eq!(found[0].2, "match: path does not match");
+    assert_eq!(found[1].1, json!("198.51.100.7"));
+    assert_eq!(found[3].1, json!("acme"));
+    let (code, table) = tidegate(&[&config[..], &user].concat());
+    assert_eq!(code, Some(0));
+    assert!(table.starts_with("policy    applies  mode     key"), "{table}");
+    assert!(table.contains("match: method does not match"), "{table}");
+    let (code, _) = tidegate(&[&config[..], &["--attribute", "colour=red"]].concat());
+    assert_eq!(code, Some(2));
+}
+
+#[test]
+fn explain_counts_the_requests_of_a_log() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let [file, log] = ["tidegate.yaml", "access.log"].map(|name| folder.path().join(name));
+    std::fs::write(&file, EXPLAINED).expect("written");
+    let line = |number: u32| {
+        let target = if number < 3 { "/?q=tea" } else { "/" };
+        format!(
+            "203.0.113.7 - - [16/Nov/2026:07:00:{number:02} +0000] \"GET {target} HTTP/1.1\" 200 5 \
+             \"-\" \"curl\"\n"
+        )
+    };
+    std::fs::write(&log, (0..10).map(line).collect::<String>()).expect("written");
+    let [file, log] = [&file, &log].map(|path| path.to_str().expect("UTF-8"));
+    let command = ["config", "explain", "--config", file, "--access-log", log];
+    let (code, found) = tidegate(&[&command[..], &["--json"]].concat());
+    let found: Value = serde_json::from_str(&found).expect("JSON");
+    assert_eq!((code, &found["requests"]), (Some(0), &json!(10)));
+    let reasons = |policy: usize| found["policies"][policy]["reasons"].clone();
+    let reason = |applies, reason: &str, requests| json!({"applies": applies, "reason": reason, "requests": requests});
+    assert_eq!(reasons(0), json!([reason(false, "match: path does not match", 10)]));
+    assert_eq!(reasons(1), json!([reason(true, "it matches; the limit is 5", 10)]));
+    let missing = reason(false, "match: the request has no query.q", 7);
+    assert_eq!(reasons(2), json!([reason(true, "it matches; the limit is 5", 3), missing]));
+    let (_, table) = tidegate(&command);
+    assert!(table.contains("search    yes      enforce  it matches; the limit is 5"), "{table}");
+    assert_eq!(tidegate(&[&command[..], &["--path", "/"]].concat()).0, Some(2));
 }
 
 /// Returns the warnings of a valid configuration.

@@ -113,7 +113,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
         "tidegate-tools",
         &[
             ("cli", &["bench", "doctor", "plan", "simulate", "suggest", "tool", "top"]),
-            ("bench", &["tool"]),
+            ("bench", &["simulate", "tool"]),
             ("doctor", &["tool"]),
             ("plan", &["tool"]),
             ("simulate", &["tool"]),

@@ -14,7 +14,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::keys::KeySpace;
 use self::open_loop::OpenLoop;
 use self::recorder::{Recorders, Recording};
-use self::target::LoadTarget;
+use self::replay::Replay;
+use self::target::{Answer, LoadTarget, RequestError};
 use crate::tool::progress::ProgressBar;
 use crate::tool::text::float;
 
@@ -24,11 +25,14 @@ pub(crate) mod http;
 pub(crate) mod keys;
 pub(crate) mod open_loop;
 mod recorder;
+pub(crate) mod replay;
 pub(crate) mod report;
+pub(crate) mod resp;
 mod schedule;
 pub(crate) mod store;
 pub(crate) mod target;
 mod template;
+pub(crate) mod web;
 
 pub(crate) use schedule::Arrivals;
 
@@ -45,6 +49,10 @@ pub(crate) struct LoadPlan {
     pub duration: Option<Duration>,
     /// Number of measured requests.
     pub requests: Option<u64>,
+    /// Timeout of a request.
+    pub timeout: Duration,
+    /// Log with the requests of an open loop and their due times.
+    pub replay: Option<Replay>,
 }
 
 /// When requests are sent.
@@ -61,6 +69,9 @@ pub(crate) enum Pace {
 #[derive(Debug)]
 pub(crate) struct LoadMeasurement {
     pub recording: Recording,
+    /// Time in which the measured requests were asked: of an open loop until its last due time, of
+    /// a closed one the mean of its callers. A late answer does not make it longer.
+    pub load_time: Duration,
     /// Time from the end of the warm-up to the last answer.
     pub elapsed: Duration,
     /// CPU time of this process during the run, as the mean number of busy CPUs.
@@ -79,11 +90,14 @@ pub(crate) struct LoadMeasurement {
 struct LoadRun<T> {
     target: T,
     recorders: Recorders,
+    timeout: Duration,
     /// Requests that are sent or due earlier belong to the warm-up, and are not recorded.
     measured_from: Instant,
     end: Option<Instant>,
     /// Time of the first signal, after which no request is sent.
     stopped_at: OnceLock<Instant>,
+    /// See [`LoadMeasurement::load_time`]; set when the loop ends.
+    load_time: OnceLock<Duration>,
     not_sent: AtomicU64,
     /// Whether a request of an open loop had to wait because too many were in flight.
     slots_exhausted: AtomicBool,
@@ -92,6 +106,15 @@ struct LoadRun<T> {
 impl<T> LoadRun<T> {
     fn is_stopped(&self) -> bool {
         self.stopped_at.get().is_some()
+    }
+
+    /// Returns the latency of a request to record: that of a timeout is at least the timeout, even
+    /// if the target gave up earlier.
+    fn latency_of(&self, outcome: &Result<Answer, RequestError>, measured: Duration) -> Duration {
+        match outcome {
+            Err(error) if error.is_timeout() => measured.max(self.timeout),
+            _ => measured,
+        }
     }
 }
 
@@ -108,9 +131,11 @@ pub(crate) async fn run<T: LoadTarget>(
     let run = Arc::new(LoadRun {
         target,
         recorders: Recorders::new()?,
+        timeout: load.timeout,
         measured_from,
         end: load.duration.map(|duration| measured_from + duration),
         stopped_at: OnceLock::new(),
+        load_time: OnceLock::new(),
         not_sent: AtomicU64::new(0),
         slots_exhausted: AtomicBool::new(false),
     });
@@ -160,6 +185,7 @@ pub(crate) async fn run<T: LoadTarget>(
     let recording = run.recorders.total()?;
     let ended = recording.answered() + recording.failed();
     Ok(LoadMeasurement {
+        load_time: run.load_time.get().copied().unwrap_or(elapsed),
         elapsed,
         busy_cpus,
         interrupted,
@@ -176,6 +202,7 @@ fn part(load: &LoadPlan, elapsed: Duration, requests: u64) -> Option<f64> {
     let of_requests = load.requests.map(|all| float(requests) / float(all.max(1)));
     [of_time, of_requests].into_iter().flatten().reduce(f64::max)
 }
+
 /// Returns the CPU time of this process.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);

@@ -25,6 +25,9 @@ const FRAGMENTATION: f64 = 1.25;
 const EXPIRED_KEYS: f64 = 0.25;
 /// Minimum number of primaries of a cluster: fewer have no majority after a failure.
 const MIN_CLUSTER: u64 = 3;
+/// Share by which a need may exceed the room of servers, into their headroom: the costs are no more
+/// precise.
+const TOLERANCE: f64 = 0.1;
 
 /// All algorithms and encodings.
 pub(crate) const FORMS: [Form; 7] = [
@@ -64,7 +67,7 @@ pub(crate) struct Demand {
 }
 
 /// Calls of the clients to Redis.
-#[derive(Debug, Clone, Copy, Serialize, Args)]
+#[derive(Debug, Clone, Serialize, Args)]
 pub(crate) struct RedisCalls {
     /// Decisions per call to Redis. Instances under load share calls; 1 is the worst case
     #[arg(long, value_name = "N", env = "TIDEGATE_BATCH")]
@@ -76,6 +79,14 @@ pub(crate) struct RedisCalls {
     #[arg(default_value_t = costs::KEY_BYTES)]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub key_bytes: u64,
+
+    /// Name of the policy, which is part of each key in Redis
+    #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY", default_value = costs::POLICY)]
+    pub policy: String,
+
+    /// Prefix of the keys in Redis
+    #[arg(long, value_name = "PREFIX", env = "TIDEGATE_PREFIX", default_value = costs::PREFIX)]
+    pub prefix: String,
 }
 
 /// Servers of Redis.
@@ -115,6 +126,8 @@ pub(crate) struct CapacityPlan {
     pub calls: RedisCalls,
     pub fragmentation: f64,
     pub expired_keys: f64,
+    /// Share by which a need may exceed the room of its primaries.
+    pub tolerance: f64,
     /// CPU time of a call of an empty script, with that for its connection.
     pub empty_script_micros: f64,
     /// Whether the costs were measured on the user's Redis.
@@ -153,6 +166,9 @@ pub(crate) struct Need {
     pub primaries_by_memory: u64,
     pub primaries_by_cpu: u64,
     pub primaries: u64,
+    /// Part of the room of these primaries that is used: of their memory or of their CPU, without
+    /// the headroom.
+    pub room_used: f64,
 }
 
 /// Form that does not support the limit.
@@ -161,6 +177,18 @@ pub(crate) struct Unavailable {
     #[serde(flatten)]
     pub form: Form,
     pub reason: String,
+}
+
+impl RedisCalls {
+    /// Returns the bytes of a key in Redis beyond those of the table of costs.
+    fn extra_key_bytes(&self) -> f64 {
+        let measured = float(costs::KEY_BYTES) + text_bytes(costs::POLICY, costs::PREFIX);
+        float(self.key_bytes) + text_bytes(&self.policy, &self.prefix) - measured
+    }
+}
+
+fn text_bytes(policy: &str, prefix: &str) -> f64 {
+    float((policy.len() + prefix.len()) as u64)
 }
 
 impl Form {
@@ -237,7 +265,7 @@ impl CapacityPlan {
     pub(crate) fn new(
         demand: Demand,
         servers: RedisServers,
-        calls: RedisCalls,
+        calls: &RedisCalls,
         costs: &Costs,
         measured: bool,
     ) -> Result<Self, QuotaError> {
@@ -260,9 +288,10 @@ impl CapacityPlan {
         Ok(Self {
             demand,
             servers,
-            calls,
+            calls: calls.clone(),
             fragmentation: FRAGMENTATION,
             expired_keys: EXPIRED_KEYS,
+            tolerance: TOLERANCE,
             empty_script_micros: costs.empty_script_micros * (1.0 + costs.connection_cpu),
             measured,
             forms,
@@ -278,13 +307,13 @@ impl Need {
         form: Form,
         demand: &Demand,
         servers: RedisServers,
-        calls: RedisCalls,
+        calls: &RedisCalls,
         costs: &Costs,
     ) -> Self {
         let keys = demand.keys(form);
         let requests = demand.requests_per_key();
         let cost = |requests: f64| costs.at(form, requests, demand.window);
-        let longer_key = float(calls.key_bytes) - float(costs::KEY_BYTES);
+        let longer_key = calls.extra_key_bytes();
         let bytes = |requests: f64| cost(requests).bytes + costs.keyspace_bytes + longer_key;
         let memory = |requests: f64| keys * bytes(requests) * FRAGMENTATION;
         let full = float(demand.limit);
@@ -292,8 +321,10 @@ impl Need {
         let cpu_micros = costs.cpu_micros(&cost(requests), batch);
         let cores = demand.rps * cpu_micros / 1e6;
         let nodes = memory(requests) / float(servers.node_memory_bytes);
-        let by_memory = primaries(nodes, servers.headroom);
-        let by_cpu = primaries(cores, servers.headroom);
+        // A key is on one server.
+        let [by_memory, by_cpu] =
+            [nodes, cores].map(|need| primaries(need, servers.headroom).min(rounded_up(keys)));
+        let primaries = by_memory.max(by_cpu);
         let lifetime = demand.window.as_secs_f64() * form.lifetime(demand.limit);
         Self {
             form,
@@ -311,7 +342,8 @@ impl Need {
                 * 8.0,
             primaries_by_memory: by_memory,
             primaries_by_cpu: by_cpu,
-            primaries: by_memory.max(by_cpu),
+            primaries,
+            room_used: nodes.max(cores) / (float(primaries) * (1.0 - servers.headroom)),
         }
     }
 }
@@ -319,7 +351,8 @@ impl Need {
 /// Returns the number of primaries for the work of `need` servers: with headroom, and such that the
 /// others can do it without headroom if one fails.
 fn primaries(need: f64, headroom: f64) -> u64 {
-    match rounded_up(need / (1.0 - headroom)) {
+    let room = ((1.0 - headroom) * (1.0 + TOLERANCE)).min(1.0);
+    match rounded_up(need / room) {
         0 | 1 => 1,
         several => several.max(rounded_up(need).saturating_add(1)).max(MIN_CLUSTER),
     }
@@ -330,7 +363,7 @@ fn rounded_up(number: f64) -> u64 {
     whole(number.ceil())
 }
 
-/// Recommends the exact log if no other form needs fewer primaries, else the counter.
+/// Recommends the exact log unless other forms need clearly fewer primaries, else the counter.
 fn recommend(forms: &[Need]) -> Option<(Form, String)> {
     let size = |need: &&Need| (need.primaries, need.memory_bytes);
     let cheapest_of =
@@ -338,12 +371,15 @@ fn recommend(forms: &[Need]) -> Option<(Form, String)> {
     let fewest = forms.iter().map(|need| need.primaries).min()?;
     let counter = cheapest_of(Algorithm::SlidingCounter)?;
     let log = cheapest_of(Algorithm::SlidingLog);
-    if let Some(log) = log.filter(|log| log.primaries <= fewest) {
+    if let Some(log) = log.filter(|log| log.primaries <= fewest + fewest / 10) {
         let servers = servers(log.primaries);
-        let sentence = format!(
-            "Use {}: it is exact, and no other algorithm needs fewer than its {servers}.",
-            log.form.fields()
-        );
+        let others = match fewest {
+            fewest if fewest == log.primaries => {
+                format!("no other algorithm needs fewer than its {servers}")
+            }
+            fewest => format!("its {servers} are within the error of the {fewest} of others"),
+        };
+        let sentence = format!("Use {}: it is exact, and {others}.", log.form.fields());
         return Some((log.form, sentence));
     }
     let other = match log {
@@ -396,8 +432,13 @@ mod tests {
     fn plan(demand: Demand, node_memory_bytes: u64) -> CapacityPlan {
         let costs = Costs::checked_in().expect("valid");
         let servers = RedisServers { node_memory_bytes, headroom: 0.3 };
-        let calls = RedisCalls { batch: 1, key_bytes: costs::KEY_BYTES };
-        CapacityPlan::new(demand, servers, calls, &costs, false).expect("a valid limit")
+        let calls = RedisCalls {
+            batch: 1,
+            key_bytes: costs::KEY_BYTES,
+            policy: costs::POLICY.to_owned(),
+            prefix: costs::PREFIX.to_owned(),
+        };
+        CapacityPlan::new(demand, servers, &calls, &costs, false).expect("a valid limit")
     }
 
     #[test]
@@ -445,19 +486,20 @@ mod tests {
     fn primaries_have_headroom_and_survive_a_failure() {
         for (need, expected) in [
             (0.0, 1),
-            (0.7, 1),
+            // The costs are no more precise than the tolerance.
+            (0.76, 1),
             // A cluster has at least three.
-            (0.71, 3),
+            (0.78, 3),
             (2.0, 3),
             (2.1, 4),
-            (7.0, 10),
-            (7.1, 11),
+            (7.1, 10),
+            (7.8, 11),
             (f64::MAX, u64::MAX),
         ] {
             assert_eq!(primaries(need, 0.3), expected, "{need}");
         }
         // Without headroom, one more.
-        assert_eq!([1.0, 3.0, 7.5].map(|need| primaries(need, 0.0)), [1, 4, 9]);
+        assert_eq!([1.0, 1.05, 3.0, 7.5].map(|need| primaries(need, 0.0)), [1, 3, 4, 9]);
     }
 
     #[test]

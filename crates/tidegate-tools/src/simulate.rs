@@ -30,8 +30,7 @@ mod what_if;
 pub(crate) use clock::VirtualClock;
 pub(crate) use report::{MAX_KEY_CHARACTERS, lines_json, percent, shown, utc, write_lines};
 pub use report::{SimulationReport, TrafficSummary};
-pub(crate) use run::RequestAttributes;
-pub use run::{ReplayResult, VariantRun};
+pub use run::{ReplayResult, RequestAttributes, VariantRun};
 pub use svg::draw;
 pub(crate) use svg::{paint, short, start_picture, text};
 

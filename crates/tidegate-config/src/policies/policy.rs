@@ -376,7 +376,7 @@ pub(super) fn attribute_name(
     let name = &written.value;
     attributes
         .check(name)
-        .map_err(|error| document.error_at(written, &format!("{field}: {error}")))?;
+        .map_err(|error| document.unknown_name_at(written, &format!("{field}: {error}")))?;
     Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
 }
 

@@ -95,7 +95,7 @@ struct SourceLine {
 }
 
 /// Maximum number of values in a document.
-const MAX_NODES: usize = 2_000_000;
+pub(super) const MAX_NODES: usize = 2_000_000;
 
 impl<'a> Document<'a> {
     /// Creates a document. `name` is the file name in error messages.
@@ -109,6 +109,12 @@ impl<'a> Document<'a> {
     #[must_use]
     pub fn without_variables(mut self) -> Self {
         self.variables = None;
+        self
+    }
+
+    /// Replaces variables that are not set by a number, which is also a text.
+    pub(crate) fn offline(mut self) -> Self {
+        self.variables = Some(|name| variables::environment(name).or_else(|_| Ok("1".to_owned())));
         self
     }
 
@@ -171,7 +177,13 @@ impl<'a> Document<'a> {
     fn read<T: DeserializeOwned>(&self) -> Result<T, serde_saphyr::Error> {
         // Enough for some hundred thousand overrides.
         let mut options = serde_saphyr::options! {
-            budget: serde_saphyr::budget! { max_nodes: MAX_NODES, max_events: 2 * MAX_NODES },
+            budget: serde_saphyr::budget! {
+                max_nodes: MAX_NODES,
+                max_events: 2 * MAX_NODES,
+                // Overrides may repeat one limit by its alias.
+                max_aliases: MAX_NODES,
+                enforce_alias_anchor_ratio: false,
+            },
         };
         options.with_snippet = false;
         // As in YAML 1.2 and in JSON Schema, `yes` is a text.

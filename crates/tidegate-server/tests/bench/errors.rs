@@ -34,7 +34,7 @@ fn invalid_input_is_one_line() {
         (vec!["--rate", "nan"], "--rate NaN is out of range"),
         (vec!["--rate", "1e9"], "is out of range"),
         (vec!["--rate", "fast"], "invalid value 'fast'"),
-        (vec!["--rate", "5", "--concurrency", "5"], "give one of them"),
+        (vec!["--rate", "5", "--concurrency", "5"], "cannot be used with"),
         (vec!["--concurrency", "0"], "from 1 to 10000"),
         (vec!["--concurrency", "1000000"], "from 1 to 10000"),
         (vec!["--max-in-flight", "0"], "from 1 to 100000"),
@@ -62,16 +62,16 @@ fn invalid_input_is_one_line() {
         (vec!["--limit", "5", "--cost", "6"], "--cost 6 is out of range"),
         (vec!["--policy", "a"], "give --config FILE"),
         (vec!["--config", &config, "--policy", "b"], "--policy \"b\" is not in --config: it has a"),
-        (vec!["--config", &config, "--policy", "a", "--limit", "5"], "give one of them"),
+        (vec!["--config", &config, "--policy", "a", "--limit", "5"], "cannot be used with"),
         (vec!["--config", &missing], "missing: cannot be read"),
         // Targets.
-        (vec!["--memory", "--http", http], "give only one of --memory"),
-        (vec!["--http", http, "--grpc", grpc], "give only one of --memory"),
-        (vec!["--http", http, "--config", &config], "--config is only for a store"),
-        (vec!["--domain", "d"], "--domain is only for --grpc"),
-        (vec!["--descriptor", "a=b"], "--descriptor is only for --grpc"),
+        (vec!["--memory", "--http", http], "'--memory' cannot be used with '--http <URL>'"),
+        (vec!["--http", http, "--grpc", grpc], "cannot be used with"),
+        (vec!["--http", http, "--config", &config], "cannot be used with"),
+        (vec!["--domain", "d"], "--grpc <ADDRESS>"),
+        (vec!["--descriptor", "a=b"], "--grpc <ADDRESS>"),
         (vec!["--attribute", "path=/"], "--attribute is only for --http"),
-        (vec!["--token-file", &empty], "--token-file is only for --http and --grpc"),
+        (vec!["--token-file", &empty], "--token-file is only for a service"),
         (vec!["--redis", "127.0.0.1"], "it must look like redis://"),
         (vec!["--redis", &closed_redis], "refused"),
         (vec!["--redis", "redis://127.0.0.1:1", "--prefix", "a{b"], "prefix"),
@@ -97,8 +97,8 @@ fn invalid_input_is_one_line() {
         ([&["--grpc", &closed_grpc], &envoy[..]].concat(), "Connection refused"),
         ([&["--grpc", &redis_as_grpc], &envoy[..]].concat(), "--grpc"),
         ([&["--grpc", "localhost"], &envoy[..]].concat(), "has no port"),
-        (with_grpc(&["--limit", "5"]), "--limit is not for --grpc"),
-        (with_grpc(&["--policy", "a"]), "--policy is not for --grpc"),
+        (with_grpc(&["--limit", "5"]), "cannot be used with"),
+        (with_grpc(&["--policy", "a"]), "cannot be used with"),
         (with_grpc(&["--cost", "5000000000"]), "--cost 5000000000 is out of range"),
     ];
     for (arguments, message) in cases {
@@ -122,4 +122,36 @@ fn passwords_are_not_printed() {
         let printed = text(&output.stderr) + &text(&output.stdout);
         assert!(!printed.contains("s3cret"), "{printed}");
     }
+}
+
+#[test]
+fn flag_wins_over_variables_that_it_excludes() {
+    let service = Service::start("policies: [{name: api, limit: 9, window: 1h}]\n");
+    let url = format!("http://{}", service.http);
+    let grpc = service.grpc.clone().expect("an address for gRPC");
+    let foreign = [
+        ("TIDEGATE_REDIS", "redis://127.0.0.1:1"),
+        ("TIDEGATE_REDIS_PASSWORD_FILE", "/nowhere/password"),
+        ("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml"),
+        ("TIDEGATE_LIMIT", "0"),
+        ("TIDEGATE_WINDOW", "0s"),
+    ];
+    let by_policy = ["--http", &url, "--policy", "api"];
+    let by_grpc = ["--grpc", &grpc, "--domain", "d", "--descriptor", "user={key}"];
+    for target in [&by_policy[..], &by_grpc] {
+        let mut command = crate::with_long_timeout(&[target, &["--requests", "3"]].concat());
+        let output = command.envs(foreign).output().expect("the binary runs");
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    }
+    // Two flags, or two variables, are still an error, which names the variables.
+    let mut both = crate::command(&["--requests", "3"]);
+    let both = both.envs([("TIDEGATE_REDIS", "redis://127.0.0.1:1"), ("TIDEGATE_HTTP", &url)]);
+    let error = text(&both.output().expect("the binary runs").stderr);
+    assert!(error.contains("(--redis is set by the variable TIDEGATE_REDIS)"), "{error}");
+    assert!(error.contains("(--http is set by the variable TIDEGATE_HTTP)"), "{error}");
+    let mut missing = crate::command(&["--policy", "api", "--requests", "3"]);
+    let output = missing.env("TIDEGATE_CONFIG", "/nowhere/tidegate.yaml").output();
+    let error = text(&output.expect("the binary runs").stderr);
+    assert!(error.contains("/nowhere/tidegate.yaml"), "{error}");
+    assert!(error.contains("is set by the variable TIDEGATE_CONFIG"), "{error}");
 }

@@ -76,6 +76,55 @@ fn stalled_service_shows_in_the_latency_of_all_requests_due_meanwhile() {
 }
 
 #[test]
+fn requests_without_an_answer_count_with_at_least_the_timeout() {
+    let redis = Redis::start();
+    let target = ["--redis", &redis.url(), "--json"];
+    let load = ["--rate", "200", "--warmup", "0s", "--duration", "4s", "--timeout", "400ms"];
+    let run = spawn(&[&target, &load[..]].concat());
+    wait_for_decisions(&redis);
+    redis.signal("STOP");
+    std::thread::sleep(2 * STALL);
+    redis.signal("CONT");
+    let result = result_of(run);
+    let failed = count(&result, "failed");
+    assert!(failed > 0 && count(&result, "answered") > 0, "{result}");
+    let timed_out = result["errors"].as_array().expect("a list").iter();
+    let timed_out = timed_out.filter(|error| error["kind"] == "timeout");
+    let timed_out: u64 = timed_out.map(|error| count(error, "count")).sum();
+    assert!(timed_out * 100 > DUE, "more than a hundredth: {result}");
+    assert!(micros(&result, "p99") >= 400e3, "{result}");
+    let warnings = result["warnings"].to_string();
+    let expected = "requests had no answer within 400ms, and count with at least this latency";
+    assert!(warnings.contains(expected), "{warnings}");
+    let left_out = failed - timed_out;
+    let expected = format!("{left_out} requests failed: the latencies do not include them");
+    assert_eq!(warnings.contains(&expected), left_out > 0, "{warnings}");
+}
+
+#[test]
+fn late_answer_does_not_lower_the_rate_of_answered_requests() {
+    let redis = Redis::start();
+    let target = ["--redis", &redis.url(), "--json", "--timeout", "30s"];
+    let runs = [["--duration", "1s"], ["--requests", "200"]].map(|end| {
+        let load = ["--rate", "200", "--warmup", "0s"];
+        spawn(&[&target[..], &load, &end].concat())
+    });
+    wait_for_decisions(&redis);
+    redis.signal("STOP");
+    // Longer than the load.
+    std::thread::sleep(3 * STALL);
+    redis.signal("CONT");
+    for run in runs {
+        let result = result_of(run);
+        assert_eq!(count(&result, "answered"), 200, "{result}");
+        let seconds = |field: &str| result[field].as_f64().expect("a number");
+        assert!(seconds("seconds") > 2.0 * seconds("load_seconds"), "{result}");
+        assert!((0.99..1.01).contains(&seconds("load_seconds")), "{result}");
+        assert!((198.0..202.0).contains(&seconds("answered_per_second")), "{result}");
+    }
+}
+
+#[test]
 fn requests_above_the_bound_are_sent_late_and_none_is_lost() {
     let redis = Redis::start();
     let bound = ["--max-in-flight", "5", "--json", "--redis", &redis.url()];

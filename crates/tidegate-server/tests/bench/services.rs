@@ -196,3 +196,102 @@ fn a_service_that_ends_during_the_run_is_counted_as_errors() {
         assert!(kinds.contains(&"connect"), "{kinds:?}");
     }
 }
+
+#[test]
+fn counts_by_the_redis_protocol_are_exact() {
+    let service = Service::start_with(CONFIG, &["--resp", "127.0.0.1:0"]);
+    let output = service.output();
+    let (_, resp) = output.split_once(" resp=").expect("the address in the log");
+    let resp = resp.split([' ', '\n']).next().expect("an address");
+    for form in [&TEN_PER_HOUR[..], &["--policy", "per-user"]] {
+        for pace in [["--concurrency", "8"], ["--rate", "500"]] {
+            let target = [&["--resp", resp], form, &pace].concat();
+            let result = report(&[&HUNDRED_FOR_ONE_KEY, &target[..]].concat());
+            assert_ten_of_a_hundred(&result);
+            assert_eq!(result["target"]["kind"], "resp");
+        }
+    }
+    for (target, message) in [
+        (["--resp", resp, "--policy", "other"], "no policy"),
+        (["--resp", "127.0.0.1:1", "--policy", "per-user"], "Connection refused"),
+        (["--resp", "http://h:1", "--policy", "per-user"], "it must look like"),
+    ] {
+        let output = bench(&target);
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains(message) && error.lines().count() == 1, "{error}");
+    }
+}
+
+#[test]
+fn counts_by_forward_auth_and_a_gateway_are_exact() {
+    let service = Service::start(CONFIG);
+    let (url, _) = urls(&service);
+    let upstream = Service::start(CONFIG);
+    let gateway = Service::gateway(CONFIG, &[&format!("http://{}", upstream.http)]);
+    let gateway_url = format!("http://{}", gateway.http);
+    let user = ["--attribute", "path=/api/items?page=2", "--attribute", "header.x-user-id={key}"];
+    for target in [["--forward-auth", &url], ["--gateway", &gateway_url]] {
+        let result = report(&[&HUNDRED_FOR_ONE_KEY[..], &target, &user].concat());
+        assert_ten_of_a_hundred(&result);
+    }
+    let by_policy = ["--forward-auth", &url, "--policy", "per-user"];
+    let header = ["--attribute", "header.x-user-id={key}"];
+    assert_ten_of_a_hundred(&report(&[&HUNDRED_FOR_ONE_KEY[..], &by_policy, &header].concat()));
+    for (flags, message) in [
+        (
+            &["--gateway", &url, "--attribute", "colour={key}"][..],
+            "--attribute colour: requests have",
+        ),
+        (&["--gateway", &url, "--attribute", "path=/"], "no --attribute contains {key}"),
+        (&["--gateway", &url, "--policy", "per-user"], "cannot be used with"),
+    ] {
+        let error = text(&bench(flags).stderr);
+        assert!(error.contains(message) && error.lines().count() == 1, "{flags:?}: {error}");
+    }
+}
+
+#[test]
+fn log_is_replayed_at_a_multiple_of_its_pace() {
+    let config = format!(
+        "client_ip: {{trusted_proxies: [127.0.0.1]}}\n{CONFIG}  - {{name: per-ip, \
+                          match: {{method: POST}}, key: [ip], limit: 2, window: 1h}}\n"
+    );
+    let service = Service::start(&config);
+    let (url, _) = urls(&service);
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let log = folder.path().join("access.log");
+    // Thirty seconds: each of five addresses sends six requests.
+    let line = |number: usize| {
+        let (address, method) = (number % 5, if number < 20 { "POST" } else { "GET" });
+        format!(
+            "203.0.113.{address} - - [16/Nov/2026:07:00:{number:02} +0000] \
+             \"{method} /items?n={number} HTTP/1.1\" 200 5 \"-\" \"curl\"\n"
+        )
+    };
+    std::fs::write(&log, (0..30).map(line).collect::<String>()).expect("written");
+    let log = log.to_str().expect("UTF-8");
+    let replay = ["--forward-auth", &url, "--access-log", log, "--speed", "60"];
+    let result = report(&replay);
+    let counts = ["requests", "allowed", "denied", "failed"].map(|name| count(&result, name));
+    // Twenty are posts, of which each address may send two.
+    assert_eq!(counts, [30, 20, 10, 0], "{result}");
+    assert_eq!(
+        (&result["loop"]["kind"], &result["loop"]["speed"]),
+        (&"replay".into(), &60.0.into())
+    );
+    let seconds = result["load_seconds"].as_f64().expect("a number");
+    assert!(seconds >= 29.0 / 60.0, "{result}");
+    for (flags, message) in [
+        (&["--http", &url, "--access-log", log][..], "--access-log is only for"),
+        (&["--forward-auth", &url, "--access-log", log, "--rate", "5"], "cannot be used with"),
+        (
+            &["--forward-auth", &url, "--access-log", log, "--speed", "0"],
+            "--speed 0 is out of range",
+        ),
+        (&["--forward-auth", &url, "--speed", "2"], "--access-log"),
+    ] {
+        let error = text(&bench(flags).stderr);
+        assert!(error.contains(message) && error.lines().count() == 1, "{flags:?}: {error}");
+    }
+}

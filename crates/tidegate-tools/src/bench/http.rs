@@ -1,4 +1,4 @@
-//! [`HttpTarget`]: `POST /v1/acquire` of a running service, on HTTP/1.1.
+//! [`HttpTarget`]: `POST /v1/acquire` of a running service, on HTTP/1.1, and [`HttpConnections`].
 
 use std::sync::{Mutex, PoisonError};
 
@@ -18,9 +18,14 @@ use crate::tool::client::{ClientOptions, Endpoint, ServiceKind, problem_detail, 
 
 /// Client of the HTTP API. A connection has one request at a time.
 pub(crate) struct HttpTarget {
-    endpoint: Endpoint,
+    connections: HttpConnections,
     acquire: PathAndQuery,
     body: Template,
+}
+
+/// Connections to a service with one request at a time each.
+pub(super) struct HttpConnections {
+    endpoint: Endpoint,
     /// Connections without a request, the last used one at the end.
     idle: Mutex<Vec<SendRequest<Full<Bytes>>>>,
 }
@@ -37,10 +42,9 @@ impl HttpTarget {
         let target = Self {
             acquire: endpoint.call_path("/v1/acquire")?,
             body: Template::new(serde_json::to_vec(body)?, &keys.placeholder()),
-            idle: Mutex::default(),
-            endpoint,
+            connections: HttpConnections::new(endpoint),
         };
-        let peek = target.endpoint.call_path("/v1/peek")?;
+        let peek = target.connections.endpoint.call_path("/v1/peek")?;
         match target.call(&peek, &keys.key(0)).await {
             Ok(_) => Ok(target),
             Err(error) => bail!("--http {}: {}", options.address, error.message),
@@ -53,16 +57,46 @@ impl HttpTarget {
     }
 
     async fn call(&self, path: &PathAndQuery, key: &str) -> Result<Answer, RequestError> {
-        within(self.endpoint.timeout, self.call_without_timeout(path, key)).await
+        let timeout = self.connections.endpoint.timeout;
+        let request = self.request(path, key)?;
+        let (status, body) = within(timeout, self.connections.send(request)).await?;
+        answer(status, &body)
     }
 
-    async fn call_without_timeout(
+    fn request(
         &self,
         path: &PathAndQuery,
         key: &str,
-    ) -> Result<Answer, RequestError> {
+    ) -> Result<Request<Full<Bytes>>, RequestError> {
+        let request = self.connections.endpoint.request(Method::POST, path.as_str());
+        let request = request.header(header::CONTENT_TYPE, "application/json");
+        let body = Full::new(self.body.with_key(key));
+        request.body(body).map_err(|error| RequestError::new("invalid", error))
+    }
+}
+
+impl HttpConnections {
+    pub(super) fn new(endpoint: Endpoint) -> Self {
+        Self { endpoint, idle: Mutex::default() }
+    }
+
+    pub(super) fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Opens a first connection.
+    pub(super) async fn check(&self) -> anyhow::Result<()> {
+        let connection = self.endpoint.open().await?;
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+        Ok(())
+    }
+
+    /// Sends a request, and returns the status and the body of the response.
+    pub(super) async fn send(
+        &self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<(StatusCode, Bytes), RequestError> {
         let mut connection = self.connection().await?;
-        let request = self.request(path, key)?;
         let response = match connection.try_send_request(request).await {
             Ok(response) => response,
             Err(mut error) => {
@@ -78,18 +112,7 @@ impl HttpTarget {
         if !connection.is_closed() {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
         }
-        answer(head.status, &body)
-    }
-
-    fn request(
-        &self,
-        path: &PathAndQuery,
-        key: &str,
-    ) -> Result<Request<Full<Bytes>>, RequestError> {
-        let request = self.endpoint.request(Method::POST, path.as_str());
-        let request = request.header(header::CONTENT_TYPE, "application/json");
-        let body = Full::new(self.body.with_key(key));
-        request.body(body).map_err(|error| RequestError::new("invalid", error))
+        Ok((head.status, body))
     }
 
     /// Returns an idle connection, or a new one.

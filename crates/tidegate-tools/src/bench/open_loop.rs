@@ -11,6 +11,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::keys::KeySequence;
+use super::replay::ReplayedRequests;
 use super::schedule::{Arrivals, Schedule};
 use super::target::LoadTarget;
 use super::{LoadPlan, LoadRun};
@@ -41,21 +42,54 @@ pub(super) async fn run<T: LoadTarget>(
     start: Instant,
 ) -> anyhow::Result<()> {
     let slots = Arc::new(Semaphore::new(open.max_in_flight));
+    let source = match &load.replay {
+        Some(replay) => RequestSource::Log(Box::new(replay.open()?)),
+        None => RequestSource::Generated {
+            schedule: Schedule::new(open.rate, open.arrivals, load.seed),
+            keys: load.keys.sequence(load.seed, 0),
+        },
+    };
     let dispatcher = ArrivalDispatcher {
         run: Arc::clone(run),
         start,
         handle: Handle::current(),
         slots: Arc::clone(&slots),
-        keys: load.keys.sequence(load.seed, 0),
         left: load.requests,
         slot_free_since: start,
         number: 0,
     };
-    let schedule = Schedule::new(open.rate, open.arrivals, load.seed);
-    tokio::task::spawn_blocking(move || dispatcher.send_all(schedule)).await?;
+    tokio::task::spawn_blocking(move || dispatcher.send_all(source)).await??;
     // Each task has a slot until its answer is recorded.
     let _ = slots.acquire_many(u32::try_from(open.max_in_flight)?).await?;
     Ok(())
+}
+
+/// Requests in the order of their due times.
+enum RequestSource {
+    Generated { schedule: Schedule, keys: KeySequence },
+    Log(Box<ReplayedRequests>),
+}
+
+impl RequestSource {
+    /// Returns the due time of the next request.
+    fn next(&mut self) -> anyhow::Result<Option<Duration>> {
+        match self {
+            Self::Generated { schedule, .. } => Ok(schedule.next()),
+            Self::Log(requests) => requests.next(),
+        }
+    }
+
+    /// Returns the key of the request that was due last.
+    fn key(&mut self) -> String {
+        match self {
+            Self::Generated { keys, .. } => {
+                let mut key = String::new();
+                keys.next_into(&mut key);
+                key
+            }
+            Self::Log(requests) => requests.key.clone(),
+        }
+    }
 }
 
 struct ArrivalDispatcher<T> {
@@ -63,7 +97,6 @@ struct ArrivalDispatcher<T> {
     start: Instant,
     handle: Handle,
     slots: Arc<Semaphore>,
-    keys: KeySequence,
     /// Measured requests that are left.
     left: Option<u64>,
     /// End of the last wait for a slot.
@@ -72,21 +105,30 @@ struct ArrivalDispatcher<T> {
 }
 
 impl<T: LoadTarget> ArrivalDispatcher<T> {
-    fn send_all(mut self, mut schedule: Schedule) {
+    fn send_all(mut self, mut source: RequestSource) -> anyhow::Result<()> {
         precise_sleeps();
         let end = self.run.end;
-        while let Some(due) = schedule.next().map(|offset| self.start + offset) {
+        while let Some(due) = source.next()?.map(|offset| self.start + offset) {
             if end.is_some_and(|end| due >= end) || self.left == Some(0) {
-                break;
+                self.set_load_end(end.map_or(due, |end| end.min(due)));
+                return Ok(());
             }
             self.wait_until(due);
             let Some(slot) = self.slot() else {
-                let not_sent = self.count_not_sent(due, schedule);
+                self.set_load_end(Instant::now());
+                let not_sent = self.count_not_sent(due, source)?;
                 self.run.not_sent.store(not_sent, Ordering::Relaxed);
-                return;
+                return Ok(());
             };
-            self.send(due, slot);
+            self.send(due, slot, source.key());
         }
+        // The end of a log.
+        self.set_load_end(Instant::now());
+        Ok(())
+    }
+
+    fn set_load_end(&self, end: Instant) {
+        let _ = self.run.load_time.set(end.saturating_duration_since(self.run.measured_from));
     }
 
     /// Waits until a time, or until the run is stopped.
@@ -127,9 +169,7 @@ impl<T: LoadTarget> ArrivalDispatcher<T> {
         None
     }
 
-    fn send(&mut self, due: Instant, slot: OwnedSemaphorePermit) {
-        let mut key = String::new();
-        self.keys.next_into(&mut key);
+    fn send(&mut self, due: Instant, slot: OwnedSemaphorePermit, key: String) {
         self.number = self.number.wrapping_add(1);
         let number = self.number;
         let is_measured = due >= self.run.measured_from;
@@ -145,7 +185,7 @@ impl<T: LoadTarget> ArrivalDispatcher<T> {
             let generator_delay = could_start.elapsed();
             let outcome = run.target.acquire(&key).await;
             if is_measured {
-                let latency = due.elapsed();
+                let latency = run.latency_of(&outcome, due.elapsed());
                 run.recorders.record(number, |part| {
                     part.add(outcome, latency);
                     part.generator_delay.saturating_record(nanos(generator_delay).max(1));
@@ -158,13 +198,15 @@ impl<T: LoadTarget> ArrivalDispatcher<T> {
 
     /// Returns the number of measured requests from this one on that were due when the run was
     /// stopped or ended.
-    fn count_not_sent(&self, first: Instant, schedule: Schedule) -> u64 {
+    fn count_not_sent(&self, first: Instant, mut source: RequestSource) -> anyhow::Result<u64> {
         let stopped = self.run.stopped_at.get().copied().unwrap_or_else(Instant::now);
         let last = self.run.end.map_or(stopped, |end| end.min(stopped));
-        let rest = schedule.map(|offset| self.start + offset);
-        let due = std::iter::once(first).chain(rest).take_while(|due| *due < last);
-        let count = due.filter(|due| *due >= self.run.measured_from).count() as u64;
-        self.left.map_or(count, |left| count.min(left))
+        let (mut count, mut next) = (0_u64, Some(first));
+        while let Some(due) = next.filter(|due| *due < last) {
+            count += u64::from(due >= self.run.measured_from);
+            next = source.next()?.map(|offset| self.start + offset);
+        }
+        Ok(self.left.map_or(count, |left| count.min(left)))
     }
 }
 

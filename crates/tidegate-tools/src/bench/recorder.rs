@@ -34,7 +34,7 @@ pub(crate) struct Recording {
     /// Allowed requests to which no policy applied.
     pub unlimited: u64,
     pub errors: BTreeMap<Cow<'static, str>, ErrorCount>,
-    /// Latencies of answered requests in nanoseconds.
+    /// Latencies in nanoseconds of the requests that were answered or timed out.
     pub latency: Histogram<u64>,
     /// Delays of an open loop that the generator caused, in nanoseconds.
     pub generator_delay: Histogram<u64>,
@@ -62,7 +62,8 @@ impl Recording {
         })
     }
 
-    /// Records the outcome of a request, and its latency if it was answered.
+    /// Records the outcome of a request, and its latency if it was answered or timed out: without
+    /// timeouts, the percentiles would be those of the requests that went well.
     pub(super) fn add(&mut self, outcome: Result<Answer, RequestError>, latency: Duration) {
         let error = match outcome {
             Ok(answer) => {
@@ -78,6 +79,9 @@ impl Recording {
             }
             Err(error) => error,
         };
+        if error.is_timeout() {
+            self.latency.saturating_record(nanos(latency).max(1));
+        }
         let RequestError { kind, message } = error;
         let new = || ErrorCount { count: 0, example: message };
         self.errors.entry(kind).or_insert_with(new).count += 1;
@@ -89,6 +93,11 @@ impl Recording {
 
     pub(crate) fn failed(&self) -> u64 {
         self.errors.values().map(|error| error.count).sum()
+    }
+
+    /// Returns the requests that failed before the timeout, whose latency is not among the others.
+    pub(crate) fn failed_early(&self) -> u64 {
+        (self.answered() + self.failed()).saturating_sub(self.latency.len())
     }
 
     fn merge(&mut self, other: &Self) -> anyhow::Result<()> {
@@ -182,9 +191,12 @@ mod tests {
         assert_eq!((total.allowed, total.denied, total.unlimited), (50, 25, 25));
         assert_eq!((total.answered(), total.failed()), (75, 25));
         assert_eq!(total.errors["timeout"].count, 25);
-        assert_eq!(total.latency.len(), 75);
-        // The latencies of failed requests are not among them: 99 is one.
-        assert_eq!(total.latency.max() / 1_000, 98);
+        assert_eq!((total.latency.len(), total.failed_early()), (100, 0));
+        assert_eq!(total.latency.max() / 1_000, 99);
+        let refused = Err(RequestError::new("refused", "no"));
+        recorders.record(0, |part| part.add(refused, Duration::ZERO));
+        let total = recorders.total().expect("equal bounds");
+        assert_eq!((total.latency.len(), total.failed_early()), (100, 1));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 use tidegate_config::duration::readable;
 
+use super::open_loop::OpenLoop;
 use super::{LoadMeasurement, LoadPlan, Pace};
 use crate::tool::style;
 use crate::tool::text::{flag_name, float, grouped, scaled, whole};
@@ -21,7 +22,7 @@ const MAX_GENERATOR_DELAY: Duration = Duration::from_millis(1);
 /// Target of a run, as it is shown.
 #[derive(Debug)]
 pub(crate) struct TargetSummary {
-    /// `memory`, `redis`, `http` or `grpc`.
+    /// `memory`, `redis`, `http`, `grpc`, `resp`, `gateway` or `forward-auth`.
     pub kind: &'static str,
     /// Name of the target, without secrets.
     pub name: String,
@@ -42,7 +43,6 @@ impl TargetSummary {
 pub(crate) struct BenchReport {
     pub target: TargetSummary,
     pub load: LoadPlan,
-    pub timeout: Duration,
     pub measured: LoadMeasurement,
 }
 
@@ -54,7 +54,7 @@ impl BenchReport {
     }
 
     fn per_second(&self) -> f64 {
-        float(self.measured.recording.answered()) / self.measured.elapsed.as_secs_f64().max(1e-9)
+        float(self.measured.recording.answered()) / self.measured.load_time.as_secs_f64().max(1e-9)
     }
 
     /// Returns what makes the numbers questionable.
@@ -67,6 +67,20 @@ impl BenchReport {
                 grouped(*unanswered)
             ));
         }
+        let timed_out = recording.failed() - recording.failed_early();
+        if timed_out > 0 {
+            warnings.push(format!(
+                "{} requests had no answer within {}, and count with at least this latency",
+                grouped(timed_out),
+                readable(self.load.timeout)
+            ));
+        }
+        if recording.failed_early() > 0 {
+            warnings.push(format!(
+                "{} requests failed: the latencies do not include them",
+                grouped(recording.failed_early())
+            ));
+        }
         if recording.answered() + recording.failed() == 0 {
             let text = "no request was measured: raise --duration, --requests or --rate";
             warnings.push(text.to_owned());
@@ -77,10 +91,10 @@ impl BenchReport {
             if *not_sent > 0 && self.measured.slots_exhausted {
                 warnings.push(format!(
                     "{} requests were due but not sent, because {} were in flight: the target does \
-                     not keep up with {} per second; the latencies do not include them",
+                     not keep up with {}; the latencies do not include them",
                     grouped(*not_sent),
                     grouped(open.max_in_flight as u64),
-                    open.rate
+                    self.rate(open)
                 ));
             } else if *not_sent > 0 {
                 warnings.push(format!(
@@ -127,21 +141,23 @@ impl BenchReport {
         let (heading, reset) = (style::HEADING, style::RESET);
         writeln!(output, "{heading}{}{reset}: {}", target.name, target.requests)?;
         let zipf = keys.zipf.map(|exponent| format!(" with exponent {exponent}"));
-        writeln!(
-            output,
-            "{}, keys: {}, {}{}",
-            self.pace(),
-            grouped(keys.count),
-            flag_name(&keys.distribution),
-            zipf.unwrap_or_default()
-        )?;
+        let (count, distribution) = (grouped(keys.count), flag_name(&keys.distribution));
+        let keys = match load.replay {
+            Some(_) => String::new(),
+            None => format!(", keys: {count}, {distribution}{}", zipf.unwrap_or_default()),
+        };
+        writeln!(output, "{}{keys}", self.pace())?;
         let warmup = match load.warmup {
             Duration::ZERO => String::new(),
             warmup => format!(" after a warm-up of {}", readable(warmup)),
         };
         let interrupted = if measured.interrupted { ", interrupted" } else { "" };
-        let seconds = measured.elapsed.as_secs_f64();
-        writeln!(output, "measured for {seconds:.2} s{warmup}{interrupted}\n")?;
+        let [seconds, last] = [measured.load_time, measured.elapsed].map(|it| it.as_secs_f64());
+        let last_answer = match last / seconds.max(1e-9) {
+            1.05.. => format!(", the last answer after {last:.2} s"),
+            _ => String::new(),
+        };
+        writeln!(output, "measured for {seconds:.2} s{warmup}{last_answer}{interrupted}\n")?;
 
         let requests = recording.answered() + recording.failed();
         writeln!(
@@ -191,14 +207,24 @@ impl BenchReport {
             }
             Pace::Open(open) => {
                 let arrivals = flag_name(&open.arrivals);
-                format!("open loop, {} requests per second ({arrivals})", open.rate)
+                match &self.load.replay {
+                    Some(_) => format!("open loop, {}", self.rate(open)),
+                    None => format!("open loop, {} requests per second ({arrivals})", open.rate),
+                }
             }
+        }
+    }
+
+    fn rate(&self, open: &OpenLoop) -> String {
+        match &self.load.replay {
+            Some(replay) => format!("a log at {} times its pace", replay.speed),
+            None => format!("{} per second", open.rate),
         }
     }
 
     /// Returns the result as one JSON object.
     pub(crate) fn to_json(&self) -> Value {
-        let Self { target, load, measured, timeout } = self;
+        let Self { target, load, measured } = self;
         let keys = &load.keys;
         let recording = &measured.recording;
         let mut pace = match &load.pace {
@@ -215,8 +241,12 @@ impl BenchReport {
                 "generator_delay_us": percentiles(&recording.generator_delay),
             }),
         };
+        if let Some(replay) = &load.replay {
+            pace["kind"] = json!("replay");
+            pace["speed"] = json!(replay.speed);
+        }
         pace["warmup_seconds"] = json!(load.warmup.as_secs_f64());
-        pace["timeout_ms"] = json!(tidegate_api::duration::millis(*timeout));
+        pace["timeout_ms"] = json!(tidegate_api::duration::millis(load.timeout));
         pace["seed"] = json!(load.seed);
         let errors = recording.errors.iter().map(
             |(kind, error)| json!({"kind": kind, "count": error.count, "example": error.example}),
@@ -231,6 +261,7 @@ impl BenchReport {
             },
             "loop": pace,
             "seconds": measured.elapsed.as_secs_f64(),
+            "load_seconds": measured.load_time.as_secs_f64(),
             "interrupted": measured.interrupted,
             "requests": recording.answered() + recording.failed(),
             "answered": recording.answered(),

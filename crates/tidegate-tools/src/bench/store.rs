@@ -2,7 +2,7 @@
 
 use tidegate::{Charge, Error, Limiter, Quota, Store, StoreError};
 
-use super::target::{Answer, LoadTarget, RequestError};
+use super::target::{Answer, LoadTarget, RequestError, TIMEOUT};
 
 /// Limiter on a store, with one quota for all keys.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ fn kind(error: &Error) -> &'static str {
     match error {
         StoreError::AnswerLost(reason) => kind(&Error::Store(StoreError::clone(reason))),
         StoreError::Full { .. } | StoreError::OutOfMemory(_) => "full",
-        StoreError::Timeout(_) => "timeout",
+        StoreError::Timeout(_) => TIMEOUT,
         StoreError::Unreachable(_) => "unreachable",
         StoreError::Unreadable(_) => "unreadable",
         StoreError::NotPermitted(_) => "permission",

@@ -27,7 +27,14 @@ pub(crate) struct RequestError {
     pub message: String,
 }
 
+/// Kind of a request without an answer within its timeout.
+pub(super) const TIMEOUT: &str = "timeout";
+
 impl RequestError {
+    pub(super) fn is_timeout(&self) -> bool {
+        self.kind == TIMEOUT
+    }
+
     pub(super) fn new(kind: impl Into<Cow<'static, str>>, message: impl std::fmt::Display) -> Self {
         Self { kind: kind.into(), message: message.to_string() }
     }
@@ -38,13 +45,13 @@ impl RequestError {
 }
 
 /// Waits for an answer until the timeout.
-pub(super) async fn within(
+pub(super) async fn within<T>(
     timeout: Duration,
-    call: impl Future<Output = Result<Answer, RequestError>>,
-) -> Result<Answer, RequestError> {
+    call: impl Future<Output = Result<T, RequestError>>,
+) -> Result<T, RequestError> {
     let late = |_| {
         let message = format_args!("no answer within {timeout:?}");
-        Err(RequestError::new("timeout", message))
+        Err(RequestError::new(TIMEOUT, message))
     };
     tokio::time::timeout(timeout, call).await.unwrap_or_else(late)
 }

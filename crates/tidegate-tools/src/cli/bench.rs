@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
-use clap::builder::FalseyValueParser;
+use clap::builder::{FalseyValueParser, Resettable};
 use serde_json::{Value, json};
 use tidegate::{MemoryStore, Quota};
 use tidegate_config::duration::readable;
@@ -16,8 +16,11 @@ use crate::bench::grpc::{GrpcQuery, GrpcTarget};
 use crate::bench::http::HttpTarget;
 use crate::bench::keys::{KEY, KeySpace};
 use crate::bench::report::{BenchReport, TargetSummary};
+use crate::bench::resp::RespTarget;
 use crate::bench::store::StoreTarget;
+use crate::bench::web::{Door, WebTarget};
 use crate::bench::{self, LoadMeasurement, LoadPlan};
+use crate::simulate::log::LogArgs;
 use crate::tool::client::{self, ClientOptions, Trust};
 use crate::tool::output;
 use tidegate_config::{Config, RedisTopology, Secret, StoreConfig};
@@ -31,6 +34,10 @@ mod flags;
 /// for its answer before the next request. The first Ctrl-C ends the load and prints the result so
 /// far. Exit code: 0 if requests were answered, 1 if all failed, 2 on an error.
 #[derive(Debug, Args)]
+#[command(mut_arg("access_log", |flag| flag.env(Resettable::Reset)))]
+#[command(mut_arg("redis", |flag| {
+    flag.conflicts_with_all(flags::OF_SERVICE).conflicts_with_all(flags::OF_GRPC)
+}))]
 #[command(after_help = "\
 Examples:
   Decisions in memory, as fast as this machine can:
@@ -49,6 +56,14 @@ Examples:
       --attribute 'header.x-user-id={key}'
     tidegate bench --grpc 127.0.0.1:8081 --domain shop --descriptor 'path=/checkout,user={key}'
 
+  The Redis protocol, a gateway, and forward-auth:
+    tidegate bench --resp 127.0.0.1:8083 --policy per-user
+    tidegate bench --gateway http://127.0.0.1:8000 --attribute path=/api/items \
+      --attribute 'header.x-user-id={key}'
+
+  The requests of yesterday, sixty times as fast:
+    tidegate bench --forward-auth http://127.0.0.1:8080 --access-log access.log --speed 60
+
   A hundred requests for one key, as JSON:
     tidegate bench --requests 100 --distribution hot --limit 10 --window 1h --json")]
 pub struct BenchCommand {
@@ -64,6 +79,9 @@ pub struct BenchCommand {
     #[command(flatten)]
     policy: LoadPolicyFlags,
 
+    #[command(flatten)]
+    logs: LogArgs,
+
     /// Print one JSON object
     #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
@@ -75,40 +93,48 @@ enum Chosen<'a> {
     Store,
     Http(&'a str),
     Grpc(&'a str),
+    Resp(&'a str),
+    Web(Door, &'a str),
 }
 
 impl BenchCommand {
-    pub fn run(self) -> anyhow::Result<ExitCode> {
+    pub fn run(mut self) -> anyhow::Result<ExitCode> {
         let keys = self.load.keys()?;
-        let load = self.load.load(Arc::clone(&keys))?;
+        let logs = self.logs.is_given().then(|| std::mem::take(&mut self.logs));
+        let load = self.load.load(Arc::clone(&keys), logs)?;
         let chosen = self.chosen()?;
+        ensure!(
+            load.replay.is_none() || matches!(chosen, Chosen::Web(..)),
+            "--access-log is only for --gateway and --forward-auth"
+        );
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         let (target, measured) = runtime.block_on(async {
             match chosen {
                 Chosen::Store => self.load_store(&load).await,
                 Chosen::Http(url) => self.load_http(url, &load, &keys).await,
                 Chosen::Grpc(address) => self.load_grpc(address, &load, &keys).await,
+                Chosen::Resp(address) => self.load_resp(address, &load, &keys).await,
+                Chosen::Web(door, url) => self.load_web(door, url, &load).await,
             }
         })?;
         // Requests without an answer must not delay the exit.
         runtime.shutdown_background();
-        let report = BenchReport { target, load, timeout: self.load.timeout, measured };
+        let report = BenchReport { target, load, measured };
         output::print(self.json.then(|| report.to_json()), |output| report.write(output))?;
         Ok(if report.all_failed() { ExitCode::from(1) } else { ExitCode::SUCCESS })
     }
 
     fn chosen(&self) -> anyhow::Result<Chosen<'_>> {
-        let TargetFlags { memory, http, grpc, .. } = &self.target;
-        let given = [*memory, self.redis.has_url(), http.is_some(), grpc.is_some()];
-        let count = given.into_iter().filter(|is_given| *is_given).count();
-        ensure!(count <= 1, "give only one of --memory, --redis, --http and --grpc");
-        let chosen = match (http, grpc) {
-            (Some(url), _) => Chosen::Http(url),
-            (None, Some(address)) => Chosen::Grpc(address),
-            (None, None) => Chosen::Store,
-        };
+        let TargetFlags { http, grpc, resp, gateway, forward_auth, .. } = &self.target;
+        let given = [
+            http.as_deref().map(Chosen::Http),
+            grpc.as_deref().map(Chosen::Grpc),
+            resp.as_deref().map(Chosen::Resp),
+            gateway.as_deref().map(|url| Chosen::Web(Door::Gateway, url)),
+            forward_auth.as_deref().map(|url| Chosen::Web(Door::ForwardAuth, url)),
+        ];
+        let chosen = given.into_iter().flatten().next().unwrap_or(Chosen::Store);
         self.target.check(chosen)?;
-        self.policy.check(chosen)?;
         Ok(chosen)
     }
 
@@ -226,6 +252,47 @@ impl BenchCommand {
         let target = GrpcTarget::connect(&client, query, keys, *connections).await?;
         self.load.check_key("--descriptor", target.has_key())?;
         let summary = TargetSummary::new("grpc", address, format!("domain {domain}"));
+        Ok((summary, bench::run(load, target).await?))
+    }
+
+    async fn load_resp(
+        &self,
+        address: &str,
+        load: &LoadPlan,
+        keys: &KeySpace,
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
+        let (arguments, requests) = self.policy.resp_arguments(&keys.placeholder())?;
+        let token = self.token()?;
+        tidegate_net::raise_file_limit();
+        let client = self.client(address, token.as_ref());
+        let target = RespTarget::connect(&client, &arguments, keys).await?;
+        let summary = TargetSummary::new("resp", address, requests);
+        Ok((summary, bench::run(load, target).await?))
+    }
+
+    async fn load_web(
+        &self,
+        door: Door,
+        url: &str,
+        load: &LoadPlan,
+    ) -> anyhow::Result<(TargetSummary, LoadMeasurement)> {
+        let token = self.token()?;
+        tidegate_net::raise_file_limit();
+        let client = self.client(url, token.as_ref());
+        let (policy, is_replay) = (self.policy.policy.as_deref(), load.replay.is_some());
+        let attributes = &self.target.attributes;
+        let target = WebTarget::connect(&client, door, policy, attributes, is_replay).await?;
+        self.load.check_key("--attribute", target.has_key())?;
+        let names: Vec<&str> = attributes.iter().map(|(name, _)| name.as_str()).collect();
+        let requests = match load.replay {
+            Some(_) => "requests of a log".to_owned(),
+            None => format!("attributes {}", names.join(", ")),
+        };
+        let kind = match door {
+            Door::Gateway => "gateway",
+            Door::ForwardAuth => "forward-auth",
+        };
+        let summary = TargetSummary::new(kind, url, requests);
         Ok((summary, bench::run(load, target).await?))
     }
 

@@ -75,7 +75,7 @@ pub struct PlanCommand {
 
 impl PlanCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let Self { demand, calls, servers, .. } = self;
+        let (demand, servers, calls) = (self.demand, self.servers, self.calls.clone());
         ensure!(demand.users > 0, "--users must be at least 1");
         ensure!(servers.headroom < 1.0, "--headroom must be less than 100%");
         ensure!(
@@ -84,21 +84,21 @@ impl PlanCommand {
         );
         let checked_in = Costs::checked_in()?;
         // An impossible limit is an error before a measurement, not after.
-        let mut plan = CapacityPlan::new(demand, servers, calls, &checked_in, false)?;
+        let mut plan = CapacityPlan::new(demand, servers, &calls, &checked_in, false)?;
         if let Some(url) = &self.measure {
-            let costs = self.measured(url, checked_in.connection_cpu).context("--measure")?;
+            let costs = self.measured(url).context("--measure")?;
             if self.print_costs {
                 anstream::print!("{costs}");
                 return Ok(ExitCode::SUCCESS);
             }
-            plan = CapacityPlan::new(demand, servers, calls, &costs, true)?;
+            plan = CapacityPlan::new(demand, servers, &calls, &costs, true)?;
         }
         let json = self.json.then(|| serde_json::to_string(&plan)).transpose()?;
         output::print(json, |output| plan.write(output))?;
         Ok(ExitCode::SUCCESS)
     }
 
-    fn measured(&self, url: &str, connection_cpu: f64) -> anyhow::Result<Costs> {
+    fn measured(&self, url: &str) -> anyhow::Result<Costs> {
         let flags = RedisFlags::new(url.to_owned(), self.redis_password_file.clone());
         let StoreConfig::Redis(redis) = flags.apply(StoreConfig::Memory(Box::default()))? else {
             bail!("it needs the URL of a Redis");
@@ -111,9 +111,9 @@ impl PlanCommand {
             let mut terminate = signal(SignalKind::terminate())?;
             let (redis, prefix) = (redis.with_timeout(MEASURE_TIMEOUT), prefix());
             let new_builder = || redis.builder().prefix(&prefix);
-            let measurement = CostMeasurement::connect(new_builder, samples).await?;
+            let measurement = CostMeasurement::connect(&new_builder, samples).await?;
             let measured = tokio::select! {
-                measured = measurement.run(connection_cpu) => measured,
+                measured = measurement.run(&new_builder) => measured,
                 _ = interrupt.recv() => Err(anyhow::Error::msg("interrupted")),
                 _ = terminate.recv() => Err(anyhow::Error::msg("terminated")),
             };

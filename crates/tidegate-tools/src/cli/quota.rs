@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use serde_json::{Value, json};
 use tidegate::{Algorithm, Calendar, Encoding, Quota};
 use tidegate_config::duration;
 
@@ -34,26 +35,14 @@ pub(super) struct QuotaFlags {
     #[arg(long, value_name = "ENCODING", env = "TIDEGATE_ENCODING")]
     #[arg(value_parser = PossibleValuesParser::new(Encoding::ALL.map(Encoding::as_str))
         .try_map(|name| name.parse::<Encoding>()))]
-    pub(super) encoding: Option<Encoding>,
+    encoding: Option<Encoding>,
 
     /// Capacity of a token-bucket or leaky-bucket [default: the limit]
     #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
-    pub(super) burst: Option<u64>,
+    burst: Option<u64>,
 }
 
 impl QuotaFlags {
-    /// Returns the first flag that is given.
-    pub(super) fn first_given(&self) -> Option<&'static str> {
-        let flags = [
-            (self.limits.limit.is_some(), "--limit"),
-            (self.limits.window.is_some(), "--window"),
-            (self.algorithm.is_some(), "--algorithm"),
-            (self.encoding.is_some(), "--encoding"),
-            (self.burst.is_some(), "--burst"),
-        ];
-        flags.into_iter().find(|(is_given, _)| *is_given).map(|(_, flag)| flag)
-    }
-
     /// Returns the quota, with this limit and window unless they are given.
     pub(super) fn quota(&self, limit: u64, window: Duration) -> anyhow::Result<Quota> {
         let window = self.limits.window.unwrap_or(window);
@@ -64,6 +53,27 @@ impl QuotaFlags {
     pub(super) fn in_calendar(&self, calendar: Calendar) -> anyhow::Result<Quota> {
         let limit = self.limits.limit.unwrap_or(0);
         self.with_options(Quota::new_in_calendar(self.algorithm(), limit, calendar)?)
+    }
+
+    /// Returns whether the limit is given.
+    pub(super) fn has_limit(&self) -> bool {
+        self.limits.limit.is_some()
+    }
+
+    /// Returns a quota of these flags as the HTTP API has it.
+    pub(super) fn body(&self, quota: &Quota) -> Value {
+        let mut body = json!({
+            "algorithm": quota.algorithm().as_str(),
+            "limit": quota.limit(),
+            "window": format!("{}us", tidegate_api::duration::micros(quota.window())),
+        });
+        if let Some(burst) = self.burst {
+            body["burst"] = json!(burst);
+        }
+        if let Some(encoding) = self.encoding {
+            body["encoding"] = json!(encoding.as_str());
+        }
+        body
     }
 
     fn algorithm(&self) -> Algorithm {

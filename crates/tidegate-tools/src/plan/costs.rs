@@ -11,9 +11,11 @@ use tidegate::{Algorithm, Encoding};
 use super::Form;
 use crate::tool::text::float;
 
-/// Length of a user's key in the table. The key in Redis also has the prefix `rate_limit` and the
-/// policy `per-user`.
+/// Length of a user's key in the table.
 pub(crate) const KEY_BYTES: u64 = 16;
+/// Policy and prefix of the keys in Redis of the table.
+pub(crate) const POLICY: &str = "per-user";
+pub(crate) const PREFIX: &str = "rate_limit";
 /// Decisions per call of the batched costs.
 pub(super) const BATCH: usize = 64;
 const TABLE: &str = include_str!("costs.txt");
@@ -24,7 +26,7 @@ pub(crate) struct Costs {
     /// CPU time of one call of an empty script in a pipeline.
     pub empty_script_micros: f64,
     /// CPU time for reading a call from its connection and writing the reply, in calls of an empty
-    /// script. A pipeline saves it. It was measured with 50 connections of redis-benchmark.
+    /// script. A pipeline saves it. It is measured with many connections that call at once.
     pub connection_cpu: f64,
     /// Memory per key that MEMORY USAGE leaves out: its expiry, and its share of the tables of
     /// keys.

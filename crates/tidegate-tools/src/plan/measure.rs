@@ -12,7 +12,7 @@ use futures_util::future::try_join_all;
 use tidegate::store::redis::{Builder, Reply};
 use tidegate::{Algorithm, Charge, Encoding, Limiter, Quota, RedisStore, StoreError};
 
-use super::costs::{BATCH, CostRow, Costs, FormCost, KEY_BYTES};
+use super::costs::{BATCH, CostRow, Costs, FormCost, KEY_BYTES, POLICY};
 use super::{FORMS, Form};
 use crate::tool::percentiles::nearest_rank;
 use crate::tool::progress::ProgressBar;
@@ -47,7 +47,8 @@ const KEYSPACE_KEYS: u64 = 24_576;
 const MAX_KEYSPACE_BYTES: f64 = 256.0;
 /// Limit that no measurement reaches.
 const UNREACHED_LIMIT: u64 = Quota::MAX_SORTED_SET_LIMIT;
-const POLICY: &str = "per-user";
+/// Connections that call an empty script at once.
+const CONNECTIONS: usize = 50;
 const IDLE_INTERVAL: Duration = Duration::from_millis(300);
 
 /// Measurement on one Redis.
@@ -120,12 +121,12 @@ impl CostMeasurement {
         })
     }
 
-    /// Measures all costs, except that of a connection. [`clean_up`](Self::clean_up) must follow.
+    /// Measures all costs. [`clean_up`](Self::clean_up) must follow.
     ///
     /// # Errors
     ///
     /// Redis cannot be reached, or refuses INFO, MEMORY USAGE or SCRIPT LOAD.
-    pub(crate) async fn run(&self, connection_cpu: f64) -> anyhow::Result<Measured> {
+    pub(crate) async fn run(&self, new_builder: impl Fn() -> Builder) -> anyhow::Result<Measured> {
         let background_cores = self.background_cores().await?;
         let empty = EmptyScript::load(self).await?;
         let (mut rows, mut empty_micros) = (Vec::new(), Vec::new());
@@ -141,6 +142,7 @@ impl CostMeasurement {
         // Other processes can only make them slower.
         let empty_script_micros = percentile(empty_micros, 25);
         ensure!(empty_script_micros > 0.0, "INFO reports no CPU time");
+        let connection_cpu = empty.connection_cpu(new_builder).await?;
         let costs = Costs { empty_script_micros, connection_cpu, keyspace_bytes, rows };
         Ok(Measured { costs, background_cores })
     }
@@ -365,6 +367,28 @@ impl<'m> EmptyScript<'m> {
         }
         let micros = self.measurement.cpu_micros().await? - before;
         Ok(micros / float(self.measurement.samples as u64))
+    }
+
+    /// Returns the CPU time of a call for its connection, in calls in a pipeline: that of calls on
+    /// many connections at once, of which each is read and answered for itself.
+    async fn connection_cpu(&self, new_builder: impl Fn() -> Builder) -> anyhow::Result<f64> {
+        let call = ["EVALSHA", self.hash.as_str(), "0"];
+        let connections = (0..CONNECTIONS).map(|_| new_builder().connect());
+        let connections = try_join_all(connections).await?;
+        let rounds = self.measurement.samples.div_ceil(connections.len());
+        let mut costs = Vec::new();
+        for _ in 0..SERIES {
+            let in_pipeline = self.micros().await?;
+            let before = self.measurement.cpu_micros().await?;
+            for _ in 0..rounds {
+                let calls = connections.iter().map(|store| store.ask_node(&self.node, &call));
+                try_join_all(calls).await?;
+            }
+            let calls = float((rounds * connections.len()) as u64);
+            let micros = (self.measurement.cpu_micros().await? - before) / calls;
+            costs.push((micros / in_pipeline - 1.0).max(0.0));
+        }
+        Ok(percentile(costs, 50))
     }
 }
 

@@ -10,7 +10,7 @@ use crate::tool::table::TextTable;
 use crate::tool::text::{float, grouped, scaled, three_digits};
 
 const TEXTS: [&str; 2] = ["algorithm", "encoding"];
-const NUMBERS: [&str; 11] = [
+const NUMBERS: [&str; 12] = [
     "keys",
     "bytes/key",
     "if full",
@@ -22,6 +22,7 @@ const NUMBERS: [&str; 11] = [
     "by memory",
     "by CPU",
     "primaries",
+    "room used",
 ];
 
 impl CapacityPlan {
@@ -61,9 +62,11 @@ impl CapacityPlan {
         let mut assumptions = vec![
             self.keys_assumption(),
             format!(
-                "memory: keys of {} bytes, {} for fragmentation; \"if full\": all of these keys \
-                 have used up their limit",
+                "memory: keys of {} bytes, the policy {} and the prefix {}, {} for \
+                 fragmentation; \"if full\": all of these keys have used up their limit",
                 calls.key_bytes,
+                calls.policy,
+                calls.prefix,
                 percent(self.fragmentation - 1.0)
             ),
             format!(
@@ -76,7 +79,19 @@ impl CapacityPlan {
                 size(servers.node_memory_bytes),
                 percent(servers.headroom)
             ),
+            format!(
+                "room used: part of what the primaries have beside that; up to {} are accepted, \
+                 because the costs are no more precise, and above it more primaries are needed",
+                percent(1.0 + self.tolerance)
+            ),
         ];
+        if self.forms.iter().any(|need| need.cores > float(need.primaries)) {
+            assumptions.push(
+                "the keys are too few for more primaries, and a key is on one: its CPU does not \
+                 suffice; see --batch"
+                    .to_owned(),
+            );
+        }
         let admitted = self.demand.limit_of_all_users();
         if self.demand.rps > admitted {
             assumptions.push(format!(
@@ -112,7 +127,7 @@ impl CapacityPlan {
     }
 }
 
-fn row(need: &Need) -> [String; 13] {
+fn row(need: &Need) -> [String; 14] {
     [
         need.form.algorithm.to_string(),
         need.form.encoding_str().to_owned(),
@@ -127,6 +142,7 @@ fn row(need: &Need) -> [String; 13] {
         grouped(need.primaries_by_memory),
         grouped(need.primaries_by_cpu),
         grouped(need.primaries),
+        format!("{:.0} %", need.room_used * 100.0),
     ]
 }
 

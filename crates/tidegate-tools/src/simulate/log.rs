@@ -49,7 +49,7 @@ const FORMAT_HELP: &str = "\
     lines]";
 
 /// Access logs to read.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub struct LogArgs {
     /// Read access logs: files, folders, patterns such as 'access.log*', or - for the standard
     /// input. They may be compressed with gzip, zstd, bzip2 or xz; several are merged by time
@@ -141,6 +141,11 @@ pub struct LogReader {
 }
 
 impl LogArgs {
+    /// Returns whether there is a file.
+    pub fn is_given(&self) -> bool {
+        !self.files.is_empty()
+    }
+
     /// Opens the files, so that a missing one is reported before anything is decided. Regular files
     /// are read once to learn their formats and the order of their lines.
     pub fn open(&self) -> anyhow::Result<LogReader> {

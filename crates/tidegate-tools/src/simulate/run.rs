@@ -165,15 +165,15 @@ impl RunCounts {
 }
 
 /// Attributes of a request, with its address grouped as the configuration says.
-pub(crate) struct RequestAttributes<'a, R> {
+pub struct RequestAttributes<'a, R> {
     request: &'a R,
     client_ip: &'a ClientIp,
     /// Whether `ip` was read, and is unknown.
     lacks_address: AtomicBool,
 }
 
-impl<'a, R: TrafficRequest> RequestAttributes<'a, R> {
-    pub(crate) fn new(request: &'a R, client_ip: &'a ClientIp) -> Self {
+impl<'a, R> RequestAttributes<'a, R> {
+    pub fn new(request: &'a R, client_ip: &'a ClientIp) -> Self {
         Self { request, client_ip, lacks_address: AtomicBool::new(false) }
     }
 }

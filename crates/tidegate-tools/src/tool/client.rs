@@ -38,6 +38,8 @@ pub enum ServiceKind {
     /// HTTP to the admin listener.
     Admin,
     Grpc,
+    /// Redis protocol.
+    Resp,
 }
 
 impl ServiceKind {
@@ -46,6 +48,7 @@ impl ServiceKind {
             Self::Http => "--http",
             Self::Admin => "--admin",
             Self::Grpc => "--grpc",
+            Self::Resp => "--resp",
         }
     }
 
@@ -56,6 +59,7 @@ impl ServiceKind {
                 "it must look like http://127.0.0.1:8082, https://HOST:PORT or unix:PATH"
             }
             Self::Grpc => "it must look like 127.0.0.1:8081, or grpcs://HOST:PORT for TLS",
+            Self::Resp => "it must look like 127.0.0.1:8083, or rediss://HOST:PORT for TLS",
         }
     }
 }
@@ -113,12 +117,16 @@ impl Endpoint {
         ensure!(!text.contains('@'), "{flag} must not contain a user or a password: {syntax}");
         let full = match kind {
             ServiceKind::Grpc if !text.contains("://") => format!("grpc://{text}"),
+            ServiceKind::Resp if !text.contains("://") => format!("redis://{text}"),
             _ => text.to_owned(),
         };
         let uri: Uri = full.parse().ok().with_context(|| format!("{flag} {text}: {syntax}"))?;
         let secure = match (kind, uri.scheme_str()) {
-            (_, Some("http")) | (ServiceKind::Grpc, Some("grpc")) => false,
-            (_, Some("https")) | (ServiceKind::Grpc, Some("grpcs")) => true,
+            (ServiceKind::Resp, Some("redis")) | (ServiceKind::Grpc, Some("grpc")) => false,
+            (ServiceKind::Resp, Some("rediss")) | (ServiceKind::Grpc, Some("grpcs")) => true,
+            (ServiceKind::Resp, _) => bail!("{flag} {text}: {syntax}"),
+            (_, Some("http")) => false,
+            (_, Some("https")) => true,
             _ => bail!("{flag} {text}: {syntax}"),
         };
         ensure!(uri.query().is_none(), "{flag} {text} has a query: {syntax}");
@@ -132,11 +140,14 @@ impl Endpoint {
             (Some(port), _) => port,
             // A port that is too large is parsed as no port.
             (None, _) if has_port_text => bail!("{flag} {text}: {syntax}"),
-            (None, ServiceKind::Grpc) => bail!("{flag} {text} has no port: {syntax}"),
+            (None, ServiceKind::Grpc | ServiceKind::Resp) => {
+                bail!("{flag} {text} has no port: {syntax}")
+            }
             (None, _) if secure => 443,
             (None, _) => 80,
         };
-        ensure!(kind != ServiceKind::Grpc || path.is_empty(), "{flag} {text} has a path: {syntax}");
+        let has_paths = matches!(kind, ServiceKind::Http | ServiceKind::Admin);
+        ensure!(has_paths || path.is_empty(), "{flag} {text} has a path: {syntax}");
         let has_ca = matches!(options.trust, Trust::Authorities(Some(_)));
         ensure!(secure || !has_ca, "--ca is given, but {flag} {text} has no TLS");
         let tls = secure.then(|| connector(kind, &host, options.trust)).transpose()?;
@@ -228,6 +239,26 @@ impl Endpoint {
         }
     }
 
+    /// Sends a call of the API on a connection of its own, and returns the decision.
+    pub async fn post(&self, call: &str, body: &Value) -> anyhow::Result<Bytes> {
+        let request = self.request(Method::POST, self.call_path(call)?.as_str());
+        let request = request.header(header::CONTENT_TYPE, "application/json");
+        let request = request.body(Full::from(serde_json::to_vec(body)?))?;
+        let exchange = async {
+            let response = self.open().await?.send_request(request).await?;
+            let status = response.status();
+            Ok::<_, anyhow::Error>((status, read_body(response.into_body()).await?))
+        };
+        let (status, body) = tokio::time::timeout(self.timeout, exchange)
+            .await
+            .with_context(|| format!("no answer within {:?}", self.timeout))??;
+        if body.starts_with(b"{\"allowed\":") {
+            return Ok(body);
+        }
+        let foreign = || "this is not an answer of Tidegate's HTTP API".to_owned();
+        bail!("HTTP {status}: {}", problem_detail(&body).unwrap_or_else(foreign))
+    }
+
     /// Sends a GET request, the only one of a connection.
     pub async fn get(
         &self,
@@ -287,6 +318,7 @@ fn connector(
     config.alpn_protocols = match kind {
         ServiceKind::Http | ServiceKind::Admin => vec![b"http/1.1".to_vec()],
         ServiceKind::Grpc => vec![b"h2".to_vec()],
+        ServiceKind::Resp => Vec::new(),
     };
     let name = ServerName::try_from(host.to_owned());
     let name = name.with_context(|| format!("{}: {host} is not a host", kind.flag()))?;

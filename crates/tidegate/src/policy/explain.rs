@@ -32,6 +32,8 @@ pub struct Explanation<'a> {
     pub applies: bool,
     /// Reason, without values of the request.
     pub reason: String,
+    /// Key that it counts, if it applies.
+    pub key: Option<String>,
 }
 
 impl Policies {
@@ -53,42 +55,43 @@ impl Policies {
         self.iter()
             .take(Self::MAX_EXPLAINED)
             .map(|policy| {
-                let (applies, reason) = match &path {
+                let (key, reason) = match &path {
                     Ok(path) => {
                         let request = RequestValues::new(attributes, path.as_deref());
                         policy.explain(&request.with_overrides(overrides))
                     }
-                    Err(error) => (false, error.to_string()),
+                    Err(error) => (None, error.to_string()),
                 };
-                Explanation { policy: policy.name(), applies, reason }
+                Explanation { policy: policy.name(), applies: key.is_some(), reason, key }
             })
             .collect()
     }
 }
 
 impl Policy {
-    fn explain(&self, request: &RequestValues<'_>) -> (bool, String) {
+    /// Returns the key, if the policy applies, and the reason.
+    fn explain(&self, request: &RequestValues<'_>) -> (Option<String>, String) {
         for condition in &self.conditions {
             let attribute = &condition.attribute;
             match condition.test(request) {
-                (_, true) => return (false, self.ambiguous(attribute).to_string()),
+                (_, true) => return (None, self.ambiguous(attribute).to_string()),
                 (true, false) => {}
                 (false, false) if request.get(attribute).is_none() => {
-                    return (false, format!("match: the request has no {attribute}"));
+                    return (None, format!("match: the request has no {attribute}"));
                 }
-                (false, false) => return (false, format!("match: {attribute} does not match")),
+                (false, false) => return (None, format!("match: {attribute} does not match")),
             }
         }
         if let Some(number) = self.exempted_by(request) {
             let names = self.unless[number].iter().map(|it: &Condition| it.attribute.as_str());
             let names = names.collect::<Vec<_>>().join(" and ");
-            return (false, format!("unless: entry {} ({names}) matches", number + 1));
+            return (None, format!("unless: entry {} ({names}) matches", number + 1));
         }
         match self.count_of(request) {
-            Err(error) => (false, error.to_string()),
+            Err(error) => (None, error.to_string()),
             Ok(None) => {
                 let missing = self.missing_attribute(request).map_or("", KeySource::as_str);
-                (false, format!("key: the request has no {missing}"))
+                (None, format!("key: the request has no {missing}"))
             }
             Ok(Some((key, selected, ..)))
                 if let Some(found) =
@@ -97,20 +100,27 @@ impl Policy {
                 match found.effect {
                     OverrideEffect::Quota(numbers) => {
                         let limit = numbers.applied_to(selected, self).limit();
-                        (true, format!("it matches; a run-time override sets the limit {limit}"))
+                        (
+                            Some(key),
+                            format!("it matches; a run-time override sets the limit {limit}"),
+                        )
                     }
                     OverrideEffect::Unlimited => {
-                        (false, "a run-time override exempts it from the limit".to_owned())
+                        (None, "a run-time override exempts it from the limit".to_owned())
                     }
-                    OverrideEffect::Block => (true, "a run-time override blocks it".to_owned()),
+                    OverrideEffect::Block => {
+                        (Some(key), "a run-time override blocks it".to_owned())
+                    }
                 }
             }
-            Ok(Some((_, quota, reason, 100))) => {
-                (true, format!("{reason}; the limit is {}", quota.limit()))
+            Ok(Some((key, quota, reason, 100))) => {
+                (Some(key), format!("{reason}; the limit is {}", quota.limit()))
             }
-            Ok(Some((_, quota, reason, percent))) => {
+            Ok(Some((key, quota, reason, percent))) => {
                 let limit = quota.limit();
-                (true, format!("{reason}; the limit is {limit}, of which its lane has {percent}%"))
+                let reason =
+                    format!("{reason}; the limit is {limit}, of which its lane has {percent}%");
+                (Some(key), reason)
             }
         }
     }

@@ -4,19 +4,21 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use clap::Args;
 use clap::builder::FalseyValueParser;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tidegate::{Policy, Quota};
 use tidegate_config::duration;
 
 use super::Chosen;
 use crate::bench::keys::{KEY, KeyDistribution, KeySpace};
 use crate::bench::open_loop::OpenLoop;
+use crate::bench::replay::Replay;
 use crate::bench::{Arrivals, LoadPlan, Pace};
 use crate::cli::quota::QuotaFlags;
 use crate::cli::simulate::attribute;
+use crate::simulate::log::LogArgs;
 use crate::tool::random::{MAX_KEYS, MAX_ZIPF};
 use tidegate_config::Config;
 
@@ -26,25 +28,61 @@ const DEFAULT_WARMUP_SECONDS: u64 = 1;
 const DEFAULT_LIMIT: u64 = 100;
 const DEFAULT_WINDOW_SECONDS: u64 = 60;
 const MAX_RATE: f64 = 1e7;
+const MIN_SPEED: f64 = 1e-3;
+const MAX_SPEED: f64 = 1e6;
 const MAX_DURATION: Duration = Duration::from_secs(86_400);
 const MAX_WARMUP: Duration = Duration::from_secs(3_600);
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_REQUESTS: u64 = 1_000_000_000_000;
+
+/// Flags of which one names the target. Each conflicts with those after it.
+const TARGETS: [&str; 7] = ["memory", "http", "grpc", "resp", "gateway", "forward_auth", "redis"];
+/// Flags for a store only, for a service only, and for gRPC only.
+const OF_STORE: [&str; 2] = ["config", "redis_password_file"];
+pub(super) const OF_SERVICE: [&str; 2] = ["token_file", "ca"];
+pub(super) const OF_GRPC: [&str; 2] = ["domain", "descriptors"];
+/// Flags that a policy of the service replaces.
+const OF_QUOTA: [&str; 5] = ["limit", "window", "algorithm", "encoding", "burst"];
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Target")]
 pub(super) struct TargetFlags {
     /// Load a store in the memory of this process, the default
     #[arg(long, env = "TIDEGATE_MEMORY", value_parser = FalseyValueParser::new())]
+    #[arg(conflicts_with_all = &TARGETS[1..], conflicts_with_all = OF_SERVICE)]
+    #[arg(conflicts_with_all = OF_GRPC)]
     pub(super) memory: bool,
 
     /// Load the HTTP API of a service: http://HOST:PORT, or https:// for TLS
     #[arg(long, value_name = "URL", env = "TIDEGATE_HTTP")]
+    #[arg(conflicts_with_all = &TARGETS[2..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_GRPC)]
     pub(super) http: Option<String>,
 
     /// Load Envoy's rate limit service of a service: HOST:PORT, or grpcs://HOST:PORT for TLS
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_GRPC")]
+    #[arg(conflicts_with_all = &TARGETS[3..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_QUOTA, conflicts_with_all = ["policy", "attributes"])]
     pub(super) grpc: Option<String>,
+
+    /// Load the Redis protocol of a service: HOST:PORT, or rediss://HOST:PORT for TLS
+    #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_BENCH_RESP")]
+    #[arg(conflicts_with_all = &TARGETS[4..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_GRPC)]
+    pub(super) resp: Option<String>,
+
+    /// Load a gateway with requests of clients: http://HOST:PORT. 429 is a denial
+    #[arg(long, value_name = "URL", env = "TIDEGATE_BENCH_GATEWAY")]
+    #[arg(conflicts_with_all = &TARGETS[5..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_GRPC, conflicts_with_all = OF_QUOTA)]
+    #[arg(conflicts_with_all = ["policy", "token_file"])]
+    pub(super) gateway: Option<String>,
+
+    /// Load /v1/forward-auth of a service, as a proxy does: http://HOST:PORT
+    #[arg(long, value_name = "URL", env = "TIDEGATE_BENCH_FORWARD_AUTH")]
+    #[arg(conflicts_with_all = &TARGETS[6..], conflicts_with_all = OF_STORE)]
+    #[arg(conflicts_with_all = OF_GRPC, conflicts_with_all = OF_QUOTA)]
+    pub(super) forward_auth: Option<String>,
 
     /// Configuration file whose store is loaded, such as one with sentinels; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
@@ -54,18 +92,19 @@ pub(super) struct TargetFlags {
     #[arg(long, value_name = "PREFIX", env = "TIDEGATE_PREFIX", default_value = "tidegate_bench")]
     pub(super) prefix: String,
 
-    /// Attribute of all requests to --http, which selects the policies. {key} in a value stands
-    /// for the key
+    /// Attribute of all requests to --http, --gateway or --forward-auth, which selects the
+    /// policies. {key} in a value stands for the key
     #[arg(long = "attribute", value_name = "NAME=VALUE", value_parser = attribute)]
     pub(super) attributes: Vec<(String, String)>,
 
     /// Domain of all requests to --grpc
-    #[arg(long, value_name = "NAME", env = "TIDEGATE_DOMAIN")]
+    #[arg(long, value_name = "NAME", env = "TIDEGATE_DOMAIN", requires = "grpc")]
     pub(super) domain: Option<String>,
 
     /// Descriptor of all requests to --grpc, one or more entries. {key} in a value stands for the
     /// key
     #[arg(long = "descriptor", value_name = "KEY=VALUE[,…]", value_parser = descriptor)]
+    #[arg(requires = "grpc")]
     pub(super) descriptors: Vec<Vec<(String, String)>>,
 
     /// File with the token of the service
@@ -85,15 +124,16 @@ pub(super) struct TargetFlags {
 impl TargetFlags {
     /// Checks that the flags belong to the target.
     pub(super) fn check(&self, chosen: Chosen<'_>) -> anyhow::Result<()> {
-        let is_http = matches!(chosen, Chosen::Http(_));
-        let is_grpc = matches!(chosen, Chosen::Grpc(_));
+        let has_attributes = matches!(chosen, Chosen::Http(_) | Chosen::Web(..));
         for (is_given, flag, targets, fits) in [
-            (self.config.is_some(), "--config", "a store", chosen == Chosen::Store),
-            (!self.attributes.is_empty(), "--attribute", "--http", is_http),
-            (self.domain.is_some(), "--domain", "--grpc", is_grpc),
-            (!self.descriptors.is_empty(), "--descriptor", "--grpc", is_grpc),
-            (self.token_file.is_some(), "--token-file", "--http and --grpc", is_http || is_grpc),
-            (self.ca.is_some(), "--ca", "--http and --grpc", is_http || is_grpc),
+            (
+                !self.attributes.is_empty(),
+                "--attribute",
+                "--http, --gateway and --forward-auth",
+                has_attributes,
+            ),
+            (self.token_file.is_some(), "--token-file", "a service", chosen != Chosen::Store),
+            (self.ca.is_some(), "--ca", "a service", chosen != Chosen::Store),
         ] {
             ensure!(fits || !is_given, "{flag} is only for {targets}");
         }
@@ -104,8 +144,13 @@ impl TargetFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Load")]
 pub(super) struct LoadFlags {
+    /// Replay the requests of --access-log at this multiple of their pace [default: 1]
+    #[arg(long, value_name = "X", env = "TIDEGATE_SPEED", requires = "access_log")]
+    speed: Option<f64>,
+
     /// Open loop: requests per second, sent at their due times
     #[arg(long, value_name = "R", env = "TIDEGATE_RATE")]
+    #[arg(conflicts_with_all = ["concurrency", "access_log"])]
     rate: Option<f64>,
 
     /// Times between the requests of an open loop
@@ -119,6 +164,7 @@ pub(super) struct LoadFlags {
 
     /// Closed loop: callers that each wait for their answer [default: 64]
     #[arg(long, value_name = "N", env = "TIDEGATE_CONCURRENCY", value_parser = count::<10_000>)]
+    #[arg(conflicts_with = "access_log")]
     concurrency: Option<usize>,
 
     /// Length of the measurement [default: 10s, or until all --requests are sent]
@@ -175,7 +221,11 @@ impl LoadFlags {
         Ok(Arc::new(KeySpace::new(*keys, *distribution, zipf.unwrap_or(1.0))))
     }
 
-    pub(super) fn load(&self, keys: Arc<KeySpace>) -> anyhow::Result<LoadPlan> {
+    pub(super) fn load(
+        &self,
+        keys: Arc<KeySpace>,
+        logs: Option<LogArgs>,
+    ) -> anyhow::Result<LoadPlan> {
         let Self { rate, concurrency, requests, timeout, .. } = self;
         if let Some(requests) = requests {
             ensure!(
@@ -193,26 +243,31 @@ impl LoadFlags {
             Ok(())
         };
         let millisecond = Duration::from_millis(1);
-        let duration = match (self.duration, requests) {
-            (None, Some(_)) => None,
-            (duration, _) => Some(duration.unwrap_or(Duration::from_secs(DEFAULT_SECONDS))),
+        let replay = logs.map(|logs| Replay { logs, speed: self.speed.unwrap_or(1.0) });
+        if let Some(Replay { speed, .. }) = &replay {
+            ensure!(
+                (MIN_SPEED..=MAX_SPEED).contains(speed),
+                "--speed {speed} is out of range: it must be from {MIN_SPEED} to {MAX_SPEED}"
+            );
+        }
+        let is_bounded = requests.is_some() || replay.is_some();
+        let duration = match self.duration {
+            None if is_bounded => None,
+            duration => Some(duration.unwrap_or(Duration::from_secs(DEFAULT_SECONDS))),
         };
-        let default_warmup = if requests.is_some() { 0 } else { DEFAULT_WARMUP_SECONDS };
+        let default_warmup = if is_bounded { 0 } else { DEFAULT_WARMUP_SECONDS };
         let warmup = self.warmup.unwrap_or(Duration::from_secs(default_warmup));
         if let Some(duration) = duration {
             in_range("--duration", duration, millisecond, MAX_DURATION)?;
         }
         in_range("--warmup", warmup, Duration::ZERO, MAX_WARMUP)?;
         in_range("--timeout", *timeout, millisecond, MAX_TIMEOUT)?;
-        let pace = match (rate, concurrency) {
-            (Some(_), Some(_)) => bail!(
-                "--rate is an open loop and --concurrency a closed one: give one of them, and \
-                 bound an open loop with --max-in-flight"
-            ),
+        let rate = rate.or(replay.as_ref().map(|_| 1.0));
+        let pace = match (&rate, concurrency) {
             (None, concurrency) => {
                 Pace::Closed { concurrency: concurrency.unwrap_or(DEFAULT_CONCURRENCY) }
             }
-            (Some(rate), None) => {
+            (Some(rate), _) => {
                 ensure!(
                     *rate > 0.0 && *rate <= MAX_RATE,
                     "--rate {rate} is out of range: it must be above 0, and at most {MAX_RATE} \
@@ -222,7 +277,8 @@ impl LoadFlags {
                 Pace::Open(OpenLoop { rate: *rate, arrivals, max_in_flight })
             }
         };
-        Ok(LoadPlan { pace, keys, seed: self.seed, warmup, duration, requests: *requests })
+        let (seed, requests, timeout) = (self.seed, *requests, *timeout);
+        Ok(LoadPlan { pace, keys, seed, warmup, duration, requests, timeout, replay })
     }
 
     /// Checks that the requests contain the key, unless there is only one.
@@ -247,8 +303,8 @@ impl LoadFlags {
     mut_arg("algorithm", |flag| flag.help("Rate limit algorithm [default: sliding-log]"))
 )]
 pub(super) struct LoadPolicyFlags {
-    /// Policy of the service that --http loads, or of --config
-    #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
+    /// Policy of the service that --http, --resp or --forward-auth loads, or of --config
+    #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY", conflicts_with_all = OF_QUOTA)]
     pub(super) policy: Option<String>,
 
     #[command(flatten)]
@@ -260,29 +316,11 @@ pub(super) struct LoadPolicyFlags {
 }
 
 impl LoadPolicyFlags {
-    /// Checks that the flags belong to the target.
-    pub(super) fn check(&self, chosen: Chosen<'_>) -> anyhow::Result<()> {
-        let quota_flag = self.quota.first_given();
-        if let Chosen::Grpc(_) = chosen {
-            let flag = quota_flag.or_else(|| self.policy.as_ref().map(|_| "--policy"));
-            ensure!(
-                flag.is_none(),
-                "{} is not for --grpc: the service decides by the policies for --domain and \
-                 --descriptor",
-                flag.unwrap_or_default()
-            );
-        }
-        if let (Some(flag), Some(policy)) = (quota_flag, &self.policy) {
-            bail!("{flag} and --policy are given, but {policy:?} has a quota: give one of them");
-        }
-        Ok(())
-    }
-
     /// Returns the quota of the policy in the file, or that of the flags.
     pub(super) fn quota(&self, config: Option<&Config>) -> anyhow::Result<Quota> {
         if let Some(name) = &self.policy {
             let config = config.context(
-                "--policy is the name of a policy of --http, or of a file: give --config FILE",
+                "--policy is the name of a policy of a service, or of a file: give --config FILE",
             )?;
             let policy = config.policies.get(name).with_context(|| {
                 let names: Vec<_> = config.policies.iter().map(Policy::name).collect();
@@ -293,20 +331,32 @@ impl LoadPolicyFlags {
         self.quota.quota(DEFAULT_LIMIT, Duration::from_secs(DEFAULT_WINDOW_SECONDS))
     }
 
+    /// Returns the arguments of `TG.ACQUIRE` for this key, and their description.
+    pub(super) fn resp_arguments(&self, key: &str) -> anyhow::Result<(Vec<String>, String)> {
+        let (mut arguments, description) = match &self.policy {
+            Some(policy) => (vec![policy.clone(), key.to_owned()], format!("policy {policy}")),
+            None => {
+                let quota = self.quota(None)?;
+                let window = format!("{}us", tidegate_api::duration::micros(quota.window()));
+                let (algorithm, limit) = (quota.algorithm().to_string(), quota.limit().to_string());
+                let words = ["KEY", key, "QUOTA", &algorithm, &limit, &window];
+                let mut words = words.map(str::to_owned).to_vec();
+                if quota.burst() != quota.limit() {
+                    words.extend(["BURST".to_owned(), quota.burst().to_string()]);
+                }
+                (words, super::describe(&quota))
+            }
+        };
+        ensure!(self.cost >= 1, "--cost 0 is out of range: it must be at least 1");
+        if self.cost > 1 {
+            arguments.extend(["COST".to_owned(), self.cost.to_string()]);
+        }
+        Ok((arguments, description))
+    }
+
     /// Returns the quota as the HTTP API has it.
     pub(super) fn quota_body(&self, quota: &Quota) -> Value {
-        let mut body = json!({
-            "algorithm": quota.algorithm().as_str(),
-            "limit": quota.limit(),
-            "window": format!("{}us", tidegate_api::duration::micros(quota.window())),
-        });
-        if let Some(burst) = self.quota.burst {
-            body["burst"] = json!(burst);
-        }
-        if let Some(encoding) = self.quota.encoding {
-            body["encoding"] = json!(encoding.as_str());
-        }
-        body
+        self.quota.body(quota)
     }
 }
 

@@ -25,7 +25,7 @@ const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 /// First bytes of a text in UTF-16, as PowerShell writes it, little and big endian.
 const UTF16_MARKS: [[u8; 2]; 2] = [[0xff, 0xfe], [0xfe, 0xff]];
 
-pub(super) type LogSource = Box<dyn Read>;
+pub(super) type LogSource = Box<dyn Read + Send>;
 
 /// Returns the files that a path names: itself, those of a folder, or those of a pattern.
 pub(super) fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
@@ -52,13 +52,13 @@ pub(super) fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> io::Result<LogSource> {
     let read = Arc::clone(read);
     if path.as_os_str() == "-" {
-        return decompressed(CountingReader { source: io::stdin().lock(), read });
+        return decompressed(CountingReader { source: io::stdin(), read });
     }
     decompressed(CountingReader { source: File::open(path)?, read })
 }
 
 /// Recognizes the compression by the first bytes.
-fn decompressed(mut source: impl Read + 'static) -> io::Result<LogSource> {
+fn decompressed(mut source: impl Read + Send + 'static) -> io::Result<LogSource> {
     let mut start = Vec::with_capacity(XZ_MAGIC.len());
     (&mut source).take(XZ_MAGIC.len() as u64).read_to_end(&mut start)?;
     let has = |magic: &[u8]| start.starts_with(magic);

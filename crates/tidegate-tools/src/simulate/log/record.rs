@@ -44,6 +44,13 @@ impl Record {
         self.line
     }
 
+    /// Returns the names and values of all attributes; `target` is the path with its query.
+    pub fn attributes(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.attributes.iter().map(|&Attribute { start, value, end }| {
+            (&self.text[start..value], &self.text[value..end])
+        })
+    }
+
     pub(super) fn clear(&mut self) {
         self.cost = None;
         self.status = None;

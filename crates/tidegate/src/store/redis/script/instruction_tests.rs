@@ -194,6 +194,7 @@ fn measure() -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
     measure_acquires(&server, &mut connection, &mut counts, quotas, Parts::default());
     measure_holds(&server, &mut connection, &mut counts);
+    measure_published(&server, &mut connection, &mut counts);
     // Last, so that the garbage of its script is in no other count.
     let parts = Parts { calendars: true, ..Parts::default() };
     measure_acquires(&server, &mut connection, &mut counts, calendars, parts);
@@ -358,6 +359,64 @@ fn measure_holds(server: &Server, connection: &mut Connection, counts: &mut BTre
         (HELD..HELD + MEASURED).for_each(|number| drop(send(number)));
         let decisions = (SHAPES[0].1 * MEASURED) as u64;
         counts.insert(format!("naive-semaphore/{name}/1"), server.instructions() / decisions);
+    }
+}
+
+/// Scripts of our own for the algorithms that other libraries document.
+const PUBLISHED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/src/redis/published");
+/// Names of the libraries, their script, and how many keys it has.
+const LIBRARIES: [(&str, &str, usize); 3] = [
+    ("like-upstash-sliding-window", "two_windows.lua", 2),
+    ("like-redis_rate-gcra", "gcra.lua", 1),
+    ("like-rate-limiter-flexible", "counter.lua", 1),
+];
+
+/// Adds the instructions of algorithms as other libraries document them, one decision per call.
+fn measure_published(
+    server: &Server,
+    connection: &mut Connection,
+    counts: &mut BTreeMap<String, u64>,
+) {
+    for (library, file, keys) in LIBRARIES {
+        let text = std::fs::read_to_string(Path::new(PUBLISHED).join(file)).expect("our own file");
+        let sha: String =
+            redis::cmd("SCRIPT").arg("LOAD").arg(text).query(connection).expect("loaded");
+        for (result, limit) in [("allowed", 100), ("denied", SETUP)] {
+            let mut send = |_| -> Vec<redis::Value> {
+                let mut calls = redis::pipe();
+                for number in 0..SHAPES[0].1 {
+                    calls.cmd("EVALSHA").arg(&sha).arg(keys);
+                    for key in ["", ":previous"].iter().take(keys) {
+                        calls.arg(format!("rate_limit:{{{result}{number:012}}}:{library}{key}"));
+                    }
+                    match file {
+                        "two_windows.lua" => calls.arg(limit).arg(START / 1_000).arg(86_400_000),
+                        "gcra.lua" => calls.arg(limit).arg(limit).arg(86_400),
+                        _ => calls.arg(1).arg(86_400),
+                    };
+                }
+                calls.query(connection).expect("decided")
+            };
+            let is_allowed = |reply: &redis::Value| match reply {
+                redis::Value::Int(remaining) => *remaining >= 0,
+                redis::Value::Array(fields) if file == "gcra.lua" => {
+                    fields[0] == redis::Value::Int(1)
+                }
+                redis::Value::Array(fields) => {
+                    matches!(fields[0], redis::Value::Int(count)
+                        if u64::try_from(count).is_ok_and(|count| count <= limit as u64))
+                }
+                other => panic!("{other:?}"),
+            };
+            assert!((0..SETUP).all(|round| send(round).iter().all(is_allowed)));
+            server.instructions();
+            for round in 0..MEASURED {
+                let is_expected = |reply| is_allowed(reply) == (result == "allowed");
+                assert!(send(round).iter().all(is_expected), "{library} {result}");
+            }
+            let decisions = (SHAPES[0].1 * MEASURED) as u64;
+            counts.insert(format!("{library}/{result}/1"), server.instructions() / decisions);
+        }
     }
 }
 
