@@ -182,13 +182,10 @@ fn a_guess_is_named_and_an_unknown_format_says_which_flag_would_read_it() {
     let folder = Folder::new();
     let arguments =
         |log: &str| simulate(&["--access-log", log, "--limit", "2", "--window", "10s", "--json"]);
-    let lines: String = (0..3)
-        .map(|second| {
-            format!(
-                "2026-11-16 07:44:0{second} INFO [w-1] Access - 203.0.113.9 GET /api/x 200 5ms\n"
-            )
-        })
-        .collect();
+    let line = |second| {
+        format!("2026-11-16 07:44:0{second} INFO [w-1] Access - 203.0.113.9 GET /api/x 200 5ms\n")
+    };
+    let lines = (0..3).map(line).collect::<Vec<_>>().concat();
     let output = arguments(&folder.write("guess.log", lines));
     let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&found["requests"], &found["variants"][0]["denied"]), (&json!(3), &json!(1)));
