@@ -346,9 +346,9 @@ impl Overrides {
         let name = text_of(name);
         let change = OverrideChange { name: &name, value, author: &author, ended: &ended };
         let made = redis.store().overrides().change(&change, MAX_OVERRIDES).await;
-        let made = made.map_err(|error| match error.may_have_run() {
-            true => OverrideError::Unanswered(error),
-            false => error.into(),
+        let made = made.map_err(|error| {
+            let is_lost = error.may_have_run();
+            if is_lost { OverrideError::Unanswered(error) } else { error.into() }
         });
         let made = made?.is_some();
         // If it fails, the next heartbeat finds the version.
