@@ -276,7 +276,7 @@ impl Setup {
     /// Returns the decision of the only limit of a query.
     async fn act(&self, action: Action, query: Query<'_, '_>) -> Decision {
         let decided = self.limiter.decide(action, query).await.expect("decided");
-        decided.binding().expect("a limit").decision().clone()
+        decided.binding().expect("a limit").decision()
     }
 }
 
