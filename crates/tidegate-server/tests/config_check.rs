@@ -591,7 +591,7 @@ fn a_month_of_an_envoy_rule_in_memory_is_a_warning() {
         )
     };
     let file = folder.path().join("tidegate.yaml");
-    std::fs::write(&file, "envoy: {rules: rules.yaml}\n").expect("written");
+    std::fs::write(&file, "envoy: {files: [rules.yaml]}\n").expect("written");
     for (unit, is_warned) in [("month", true), ("hour", false)] {
         std::fs::write(folder.path().join("rules.yaml"), rule(unit)).expect("written");
         let checked = Command::new(env!("CARGO_BIN_EXE_tidegate"))

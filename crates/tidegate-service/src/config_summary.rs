@@ -313,9 +313,10 @@ mod tests {
             (lanes(50), lanes(60), "p: lanes changed"),
             (bucket(""), bucket(", hold: {ttl: 30s}"), "p: hold → {ttl:30s}"),
             (
-                bucket(", cost: {reserve: 1, actual: {header: x-cost}}"),
-                bucket(", cost: {reserve: 1, actual: {header: x-used}}"),
-                "p: cost {actual:{header:x-cost},reserve:1} → {actual:{header:x-used},reserve:1}",
+                bucket(", cost: {reserve: 1, actual: {response_header: x-cost}}"),
+                bucket(", cost: {reserve: 1, actual: {response_header: x-used}}"),
+                "p: cost {actual:{response_header:x-cost},reserve:1} → \
+                 {actual:{response_header:x-used},reserve:1}",
             ),
         ] {
             let [old, new] = [old, new].map(|policy| summary(&format!("  - {policy}\n"), ""));

@@ -278,9 +278,8 @@ impl Journal {
     /// Has the last events, up to this number of them, published again.
     pub fn publish_again(&self, count: usize) {
         let mut events = self.lock();
-        let first = events.kept.get(events.kept.len().saturating_sub(count));
-        let first = first.map(|event| event.number);
-        let before = first.map_or(0, |first| first - 1);
+        let first = events.kept.len().saturating_sub(count.max(1));
+        let before = events.kept.get(first).map_or(0, |event| event.number - 1);
         events.published = events.published.min(before);
     }
 

@@ -347,7 +347,8 @@ impl Overrides {
         let change = OverrideChange { name: &name, value, author: &author, ended: &ended };
         let made = redis.store().overrides().change(&change, MAX_OVERRIDES).await;
         let made = made.map_err(|error| {
-            if error.may_have_run() { OverrideError::Unanswered(error) } else { error.into() }
+            let is_lost = error.may_have_run();
+            if is_lost { OverrideError::Unanswered(error) } else { error.into() }
         });
         let made = made?.is_some();
         // If it fails, the next heartbeat finds the version.

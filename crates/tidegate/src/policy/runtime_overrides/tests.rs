@@ -124,7 +124,7 @@ async fn unlimited_key_is_not_counted_and_the_denial_of_a_blocked_one_has_its_wa
     let denial = blocked.denied_by().expect("blocked");
     assert_eq!(denial.decision().retry_after, 2 * MINUTE);
     assert_eq!((denial.key(), denial.missing_key()), (Some("bob"), None));
-    assert_eq!(it.acquire("bob").await, [(10, false, Source::Override)]);
+    assert_eq!(it.acquire("bob").await, [(5, false, Source::Override)]);
     it.clock.advance(MINUTE);
     assert_eq!(it.acquire("ann").await, [(10, false, Source::Override)]);
     it.set("*", OverrideEffect::Block, None);
@@ -276,7 +276,7 @@ impl Setup {
     /// Returns the decision of the only limit of a query.
     async fn act(&self, action: Action, query: Query<'_, '_>) -> Decision {
         let decided = self.limiter.decide(action, query).await.expect("decided");
-        decided.binding().expect("a limit").decision().clone()
+        decided.binding().expect("a limit").decision()
     }
 }
 
