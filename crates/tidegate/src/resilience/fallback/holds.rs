@@ -147,9 +147,10 @@ impl<S: SharedStore> FallbackCore<S> {
             let results = {
                 let charges: Vec<Charge<'_>> =
                     batch.commits.iter().map(|commit| commit.charge.charge()).collect();
-                let calls = batch.commits.iter().zip(&charges).map(|(commit, charge)| {
-                    self.store.decide(commit.action, charge).into_future()
-                });
+                let calls =
+                    batch.commits.iter().zip(&charges).map(|(commit, charge)| {
+                        self.store.decide(commit.action, charge).into_future()
+                    });
                 join_all(calls).await
             };
             let mut settled = results.iter().map(Result::is_ok);
