@@ -74,8 +74,8 @@ impl<S: SharedStore> FallbackCore<S> {
         })
     }
 
-    /// Repeats, settles or renews the hold of a local decision. What is settled is settled in the
-    /// store as well: it may know the id, because the answer to an earlier request was lost.
+    /// Repeats, settles or renews the hold of a local decision. Settles it in the store as well, which
+    /// may know the id, because the answer to an earlier request was lost.
     pub(super) async fn decide_local_hold(
         self: &Arc<Self>,
         action: Action,
