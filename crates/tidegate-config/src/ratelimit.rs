@@ -368,6 +368,10 @@ impl Variables<'_> {
             address.map_err(|reason| error("PROMETHEUS_ADDR", reason.to_string()))
         });
         let path = self.text_or("PROMETHEUS_PATH", "/metrics");
+        if !path.starts_with('/') || path.contains(['{', '}', ':', '*']) {
+            let reason = format!("{path:?} is not a path such as /metrics");
+            return Err(error("PROMETHEUS_PATH", reason));
+        }
         let is_config_needed = !self.flag("FORCE_START_WITHOUT_INITIAL_CONFIG", false)?;
         let format = self.text_or("LOG_FORMAT", "text");
         Ok(RatelimitSettings {

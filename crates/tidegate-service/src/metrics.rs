@@ -182,6 +182,15 @@ impl Metrics {
         Arc::clone(all.entry(policy.to_owned()).or_default())
     }
 
+    /// Drops the counters of policies and rules that are gone and were never used: a control plane
+    /// may replace thousands of them, again and again.
+    pub fn forget_unused(&self) {
+        let mut all = self.outcomes.write().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, outcomes| {
+            Arc::strong_count(outcomes) > 1 || outcomes.0.totals().iter().any(|count| *count > 0)
+        });
+    }
+
     /// Returns the counters of a rule, or of a limit override, by its metric name. The name may
     /// contain values of requests, so once there are too many names, `common` is used instead.
     pub fn envoy_outcomes(&self, metric: &str, common: &str, is_rule: bool) -> Arc<Outcomes> {

@@ -149,7 +149,9 @@ impl ServerState {
             ActiveConfig::new(config, limiter, &self.metrics, &self.hot_keys, &self.journal);
         self.overrides.activate(&active.limiter);
         let changes = before.summary.changes_to(&active.summary);
+        drop(before);
         self.active.store(Arc::new(active));
+        self.metrics.forget_unused();
         changes
     }
 

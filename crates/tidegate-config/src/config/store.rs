@@ -161,14 +161,16 @@ impl StoreSettings {
     }
 }
 
-/// Returns a URL without its user and password.
+/// Returns a URL without its user and password, which that of a Unix socket has in its query.
 fn without_userinfo(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else { return String::new() };
     let authority = rest.find(['/', '?']).unwrap_or(rest.len());
-    match rest[..authority].rfind('@') {
-        Some(at) => format!("{scheme}://{}", &rest[at + 1..]),
-        None => url.to_owned(),
-    }
+    let rest = rest[..authority].rfind('@').map_or(rest, |at| &rest[at + 1..]);
+    let (address, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let is_secret = |option: &&str| option.starts_with("user=") || option.starts_with("pass=");
+    let options: Vec<&str> = query.split('&').filter(|option| !is_secret(option)).collect();
+    let mark = if options.concat().is_empty() { "" } else { "?" };
+    format!("{scheme}://{address}{mark}{}", options.join("&"))
 }
 
 impl Servers {
@@ -503,4 +505,22 @@ fn tls(
     let server_name = server_name.map(|name| name.value.clone());
     let verify_name = raw.value.verify_name.is_none_or(Flag::get);
     Ok((Some(RedisTls { ca, identity, server_name, verify_name }), files))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_shown_without_users_and_passwords() {
+        for (url, shown) in [
+            ("redis://user:p@ss@host:1/2?a=b", "redis://host:1/2?a=b"),
+            ("unix:///x.sock?user=user&pass=topsecret", "unix:///x.sock"),
+            ("unix:///x.sock?db=3&pass=topsecret", "unix:///x.sock?db=3"),
+            ("redis://host", "redis://host"),
+            ("no URL: topsecret", ""),
+        ] {
+            assert_eq!(without_userinfo(url), shown);
+        }
+    }
 }

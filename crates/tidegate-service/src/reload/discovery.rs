@@ -115,6 +115,8 @@ impl Discovery {
     /// Opens a stream, and applies its responses until it ends.
     async fn follow_stream(&mut self) -> anyhow::Result<()> {
         let (requests, receiver) = mpsc::channel(1);
+        // Without a version: another control plane may have used the same one for other rules.
+        self.version.clear();
         requests.send(self.request("", None)).await?;
         let mut responses = self.open_stream(receiver).await?;
         while let Some(response) = responses.message().await.map_err(|status| readable(&status))? {

@@ -21,7 +21,7 @@
 -- inputs
 -- luacheck: read globals ACQUIRE PEEK action answer answer_unspent block_count call count expiry
 -- luacheck: read globals extend from header hold_count is_count is_time keys load new_quota now
--- luacheck: read globals before_request pack read refund report reserve reset_after save
+-- luacheck: read globals before_request pack read refund report reserve reset_after resets save
 -- luacheck: read globals unpack_struct whole work
 -- outputs
 -- luacheck: globals holds release_first remember renew repeat_answer settle
@@ -101,6 +101,12 @@ local function release_ended(key, set, quota)
     release(key, set, quota, hold)
   end
   return #ended == max
+end
+
+-- Returns whether a set has as many holds as a key may have.
+local function is_full(set)
+  local count = read('ZCARD', set) or 0
+  return count > MAX_HOLDS or count == MAX_HOLDS and not read('ZSCORE', set, '*')
 end
 
 local function read_record(key)
@@ -209,7 +215,7 @@ for i = 1, hold_count do
     if hold.units ~= cost then error(CONFLICT) end
     hold.is_repeated = true
   elseif hold.set and mode == 1 and (action == ACQUIRE or action == PEEK)
-    and (read('ZCARD', hold.set) or 0) >= MAX_HOLDS then
+    and is_full(hold.set) then
     hold.rest = math.max(1, (call('ZRANGE', hold.set, '0', '0', 'WITHSCORES')[2] or now) - now)
   end
   holds[at] = hold
@@ -237,7 +243,7 @@ remember = function(charge, refund_at)
   local record = {
     state = state, units = cost, charged_at = hold.mode == 2 and hold.new_end or now,
     refund_at = refund_at, end_or_used = end_or_used, remaining = charge.remaining - cost,
-    since = now,
+    since = now + resets,
   }
   hold.write = function()
     local usual = hold.is_in_flight and cost == 1 and hold.ttl == hold.default_ttl
@@ -276,12 +282,12 @@ settle = function(charge, is_refund)
     hold.status = UNKNOWN
     if used > 0 then
       -- So that a repetition reports nothing.
-      local known_until = now + hold.ttl + GRACE
+      local known_until = now + hold.max_ttl + GRACE
       hold.writes_first = true
       hold.write = function()
         write_record(hold, {
           state = WAS_UNKNOWN, units = used, charged_at = known_until, refund_at = now,
-          end_or_used = used, remaining = 0, since = now,
+          end_or_used = used, remaining = 0, since = now + resets,
         }, 'PXAT', expiry(known_until))
       end
     end

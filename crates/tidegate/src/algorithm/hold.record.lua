@@ -1,8 +1,8 @@
 -- Remembers a reservation, right before a fast path writes its count: the id must have no record.
 -- A fast path includes this file.
 -- inputs
--- luacheck: read globals cost expiry_shift i keys level limit mode now pack part remaining try ttl
--- luacheck: read globals window
+-- luacheck: read globals cost expiry_shift i keys level limit mode now pack part remaining resets
+-- luacheck: read globals try ttl window
 -- outputs
 -- luacheck: globals recorded slow
 -- luacheck: no unused
@@ -15,7 +15,7 @@ if mode then
   local state, time, end_or_used, known_until = 0, now, ends, ends + 60000000
   if mode == 2 then state, time, end_or_used, known_until = 2, ends, cost, ends end
   local record =
-    pack('<BBdddddd', 104, state, cost, time, refund_at, end_or_used, remaining - cost, now)
+    pack('<BBdddddd', 104, state, cost, time, refund_at, end_or_used, remaining - cost, now + resets)
   recorded = parts < 4503599627370496 and try('SET', keys[i + 1], record, 'NX', 'PXAT',
     string.format('%d', math.floor((known_until + expiry_shift) / 1000) + 1))
   if not recorded or recorded.err then recorded, slow = nil, i end

@@ -495,7 +495,12 @@ impl<S: SharedStore> Store for Fallback<S> {
             if inner.holds_locally(action, charge) {
                 return Box::pin(inner.decide_local_hold(action, charge)).await;
             }
-            let decided = if inner.ledger.is_empty() {
+            if inner.awaits_commit(action, charges) {
+                Box::pin(inner.make_pending_commits()).await;
+            }
+            let decided = if inner.awaits_commit(action, charges) {
+                inner.decide_without_store(action, charges).map(|decisions| decisions[0])
+            } else if inner.ledger.is_empty() {
                 inner.store.decide(action, charge).await
             } else {
                 let decided = Box::pin(inner.decide_with_debts(action, charges)).await;
@@ -530,7 +535,12 @@ impl<S: SharedStore> Store for Fallback<S> {
                 let decide = |charge| Box::pin(inner.decide_local_hold(action, charge));
                 return join_all(charges.iter().map(decide)).await.into_iter().collect();
             }
-            let decided = if inner.ledger.is_empty() {
+            if inner.awaits_commit(action, charges) {
+                Box::pin(inner.make_pending_commits()).await;
+            }
+            let decided = if inner.awaits_commit(action, charges) {
+                inner.decide_without_store(action, charges)
+            } else if inner.ledger.is_empty() {
                 inner.store.decide_all(action, charges).await
             } else {
                 inner.decide_with_debts(action, charges).await

@@ -5,7 +5,8 @@ use std::time::Duration;
 use tidegate::testing::conformance_of_holds;
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Fleet, Hold, HoldStatus,
-    Limiter, ManualClock, MemoryStore, Outcome, Quota, Source, Store, StoreError,
+    HoldTerms, Limiter, ManualClock, MemoryStore, OnExpire, Outcome, Quota, Source, Store,
+    StoreError,
 };
 
 use crate::fallback::{fallback_on, fleet_of};
@@ -211,4 +212,43 @@ async fn a_commit_of_an_outage_settles_what_the_store_knows() {
         until("no debts", async || limiter.store().stats().pending_debits == 0).await;
         assert_eq!(store.remaining(&charge).await, left);
     }
+}
+
+/// The commit would release the new hold.
+#[tokio::test]
+async fn an_id_is_used_again_after_its_waiting_commit() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiter = Limiter::new(fallback_on(&clock, &store, Fleet::new()));
+    let quota = Quota::concurrency(1).expect("valid");
+    let job = hold("job");
+    let charge = Charge::new("u", &quota).with_hold(&job);
+    assert!(decide(&limiter, Action::Acquire, &charge).await.allowed);
+    store.set_fault(down());
+    let pending = decide(&limiter, Action::Commit, &charge.with_cost(0)).await;
+    assert_eq!(status(&pending), Some(HoldStatus::Pending));
+    store.set_fault(Fault::None);
+    let again = decide(&limiter, Action::Acquire, &charge).await;
+    assert_eq!((again.allowed, status(&again)), (true, Some(HoldStatus::Held)));
+    until("no commit waits", async || limiter.store().stats().pending_commits == 0).await;
+    assert_eq!(store.remaining(&Charge::new("u", &quota)).await, 0, "it is held");
+}
+
+#[tokio::test]
+async fn a_commit_after_the_end_of_a_local_hold_is_reported_to_the_store() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let limiter = Limiter::new(fallback_on(&clock, &store, Fleet::new()));
+    let second = Duration::from_secs(1);
+    let terms = HoldTerms::new(second, second).expect("valid").with_on_expire(OnExpire::Release);
+    let quota = Quota::fixed_window(100, HOUR).expect("valid").with_holds(terms);
+    let job = hold("job");
+    let charge = Charge::new("u", &quota).with_cost(50);
+    store.set_fault(down());
+    assert!(decide(&limiter, Action::Acquire, &charge.with_hold(&job)).await.allowed);
+    clock.advance(2 * second);
+    store.set_fault(Fault::None);
+    let late = decide(&limiter, Action::Commit, &charge.with_cost(30).with_hold(&job)).await;
+    assert_eq!(status(&late), Some(HoldStatus::Ended));
+    until("it is reported", async || store.remaining(&charge).await == 70).await;
 }

@@ -5,6 +5,7 @@
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 pub(crate) struct Redis {
@@ -140,12 +141,16 @@ impl Redis {
     }
 }
 
+/// Returns a free port below those that the system gives to connections and to port 0: another
+/// test could take one of these before it is used.
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .expect("a free port")
-        .local_addr()
-        .expect("bound")
-        .port()
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let first = std::process::id().wrapping_mul(97);
+    let candidates = std::iter::repeat_with(|| NEXT.fetch_add(1, Ordering::Relaxed));
+    let ports = candidates.take(18_000).map(|next| 12_000 + first.wrapping_add(next) % 18_000);
+    let mut ports = ports.filter_map(|port| u16::try_from(port).ok());
+    let is_free = |port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
+    ports.find(is_free).expect("a free port")
 }
 
 /// Starts a server, and waits until it accepts connections. Returns `None` if it exits.

@@ -8,7 +8,7 @@ use super::FallbackCore;
 use super::local::{as_local, is_store_failure};
 use crate::charge::{Charge, OnStoreFailure, OwnedCharge};
 use crate::decision::{Decision, Source};
-use crate::hold::{GRACE, HoldState, HoldStatus};
+use crate::hold::{GRACE, Hold, HoldState, HoldStatus};
 use crate::join::join_all;
 use crate::store::{Action, SharedStore, Store as _, StoreError};
 
@@ -85,7 +85,10 @@ impl<S: SharedStore> FallbackCore<S> {
             charge.hold().and_then(|hold| self.local.units_to_settle(action, charge, hold));
         let quota = self.share_or_whole(charge);
         let decision = self.local.decide_now(action, &charge.with_quota(&quota))?;
-        if let Some(reserved) = reserved {
+        // The local units of a hold that has ended have returned: those that were used are reported.
+        let has_ended = decision.hold.is_some_and(|hold| hold.status == HoldStatus::Ended);
+        let is_report = action == Action::Commit && has_ended && !charge.quota().is_concurrency();
+        if let Some(reserved) = reserved.or(is_report.then_some(0)) {
             let used = if action == Action::Refund { 0 } else { charge.cost() };
             let of = |units: u64| charge.with_cost(units);
             // Units whose debt is settled already stay in the store until they expire.
@@ -120,9 +123,9 @@ impl<S: SharedStore> FallbackCore<S> {
         }
         let now = self.local.clock().now().as_micros();
         let keep = |charge: &Charge<'_>| {
-            let ttl = charge.hold().map_or(0, |hold| hold.ttl_micros(charge.quota().holds()));
-            let charge = OwnedCharge::of(charge);
-            pending.push_back(PendingCommit { action, charge, until: now + ttl + GRACE });
+            // The reservation may have brought a time of its own.
+            let until = now + charge.quota().holds().max_ttl_micros() + GRACE;
+            pending.push_back(PendingCommit { action, charge: OwnedCharge::of(charge), until });
         };
         charges.iter().for_each(keep);
         let decision = |charge: &Charge<'_>| {
@@ -131,6 +134,21 @@ impl<S: SharedStore> FallbackCore<S> {
                 .with_hold(HoldState::of_micros(HoldStatus::Pending, 0))
         };
         Ok(charges.iter().map(decision).collect())
+    }
+
+    /// Returns whether a commit that waits for the store has the id of an acquire, which would repeat
+    /// a hold that is about to end.
+    pub(super) fn awaits_commit(&self, action: Action, charges: &[Charge<'_>]) -> bool {
+        if action != Action::Acquire || charges.iter().all(|charge| charge.hold().is_none()) {
+            return false;
+        }
+        let pending = self.pending_commits.lock();
+        pending.iter().any(|commit| {
+            let waiting = commit.charge.charge();
+            let id = waiting.hold().map(Hold::id);
+            let mut same = charges.iter().filter(|charge| charge.hold().map(Hold::id) == id);
+            same.any(|charge| charge.key() == waiting.key() && charge.policy() == waiting.policy())
+        })
     }
 
     /// Makes the commits that wait for the store. A commit can be made again: its hold is settled

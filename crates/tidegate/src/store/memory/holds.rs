@@ -731,8 +731,8 @@ impl ChargeContext<'_> {
             remaining: 0,
             kept_until_and_state: 0,
         };
-        let ttl = hold.ttl_micros(self.charge.quota().holds());
-        record.keep(RecordState::WasUnknown, now + ttl + GRACE);
+        let max_ttl = self.charge.quota().holds().max_ttl_micros();
+        record.keep(RecordState::WasUnknown, now + max_ttl + GRACE);
         store.holds.of_key(key).set(key, record, reservation);
     }
 

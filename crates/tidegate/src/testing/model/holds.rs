@@ -374,7 +374,7 @@ impl Model {
     }
 
     fn remember_report(&mut self, charge: &Charge<'_>, hold: &Hold, now: u64) {
-        let ttl = hold.ttl_micros(charge.quota().holds());
+        let ttl = micros(charge.quota().holds().max_ttl());
         let known = ModelHold {
             units: charge.cost(),
             charged_at: now,

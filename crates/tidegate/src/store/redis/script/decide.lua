@@ -91,6 +91,8 @@ end
 -- Remaining budget of this call for the removal of expired members of sorted sets, each of which
 -- takes up to a microsecond. Beyond it, each write removes four: more than it adds.
 local removals = 250
+-- Number of resets in this call: holds that follow one are a microsecond younger than it.
+local resets = 0
 -- The current run, its next key and its last; functions of general.lua, once they are created.
 local run, from, to, decide_slow, decide_group = 1, 1, count, nil, nil
 while true do

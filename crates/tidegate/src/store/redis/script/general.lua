@@ -350,13 +350,14 @@ local function group(header, from, to)
       if has_set > 0 then
         local expires_at = expiry(now + math.max(max_ttl + 60000000, 600000000))
         -- Without memory for it, a late commit returns units of younger requests.
-        if try('ZADD', keys[set], whole(4503599627370496 + now), '*') == 1
+        if try('ZADD', keys[set], whole(4503599627370496 + now + resets), '*') == 1
           and try('PEXPIREAT', keys[set], expires_at) ~= 1 then
           call('UNLINK', keys[set])
         end
         set = set + 1
       end
     end
+    resets = resets + 1
     return answer(1)
   end
   local holds, release_first, remember, renew, repeat_answer, settle
