@@ -1,7 +1,7 @@
 -- GCRA, as go-redis/redis_rate documents it: one number, the time at which the bucket would be
 -- empty, by the time of the server. Our own script.
--- KEYS: the number. ARGV: burst, limit, window in seconds. Returns allowed, remaining, and the waits
--- for the next request and for all of them, as texts.
+-- KEYS: the number. ARGV: burst, limit, window in seconds. Returns allowed, remaining, and the
+-- waits for the next request and for all of them, as texts.
 local burst, interval = tonumber(ARGV[1]), tonumber(ARGV[3]) / tonumber(ARGV[2])
 local time = redis.call('TIME')
 -- Seconds since 2017, so that a double has the microseconds.

@@ -38,8 +38,8 @@
 --        denied: their retry_after, reset_after (microseconds)
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
 --        for a reset just 1; for a charge whose hold has a record also its status (0 none, 1 held,
---        2 repeated, 3 settled, 4 ended, 5 unknown, 6 the same again) and the time until its end. A group with
---        `times` 1 has 2 before it, or the reply of a run: it is held if it is granted.
+--        2 repeated, 3 settled, 4 ended, 5 unknown, 6 the same again) and the time until its end. A
+--        group with `times` 1 has 2 before it, or the reply of a run: it is held if it is granted.
 --        A request that fails has instead: -1, the length of the error's text, and the text. The
 --        client knows which errors do not concern the key, such as OOM.
 --        The text is that of Redis, or "damaged value: …" if the script cannot compute with what

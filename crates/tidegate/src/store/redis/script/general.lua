@@ -6,7 +6,7 @@
 -- luacheck: read globals clock cost expiry_shift keys kind limit option pack server_time time times
 -- luacheck: read globals try unpack_struct window
 -- outputs
--- luacheck: globals decide_group decide_slow now replied reply
+-- luacheck: globals decide_group decide_slow now replied reply resets
 -- luacheck: no unused
 
 local sub, floor = string.sub, math.floor
