@@ -29,7 +29,7 @@
 local GRACE, MAX_ENDED, MAX_RELEASES, MAX_HOLDS = 60000000, 100, 64, 10000
 local OPEN, OPEN_UNTIL_RELEASE, SETTLED, REPORTED, REFUNDED, WAS_UNKNOWN = 0, 1, 2, 3, 4, 5
 local HELD, REPLAYED, DONE, ENDED, UNKNOWN, STILL_UNKNOWN = 1, 2, 3, 4, 5, 6
--- What the score of "*" has above the time of a reset.
+-- The score of "*" is above the time of a reset by this.
 local RESET_BASE = 4503599627370496
 local CONFLICT = {err = 'HOLDCONFLICT'}
 
