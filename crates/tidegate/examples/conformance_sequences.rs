@@ -76,8 +76,11 @@ impl Store for Recorder {
 }
 
 /// Returns the name of an action, if a limiter has it: no partial charge, and no refund without a
-/// time.
+/// time. Limiters of Python have no quotas of calendars, either.
 fn name(action: Action, charges: &[Charge<'_>]) -> Option<&'static str> {
+    if charges.iter().any(|charge| charge.quota().calendar().is_some()) {
+        return None;
+    }
     let lacks_time = || charges.iter().any(|charge| charge.charged_at() == Timestamp::ZERO);
     match action {
         Action::Acquire => Some("acquire"),
