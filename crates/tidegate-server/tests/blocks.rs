@@ -9,7 +9,7 @@ use support::{Redis, Response, Service, request};
 
 fn config(redis: &Redis, fields: &str) -> String {
     format!(
-        "store: {{redis: '{}'}}\npolicies:\n  - {{name: login, limit: 1, window: 1s, {fields}}}\n",
+        "store: {{redis: '{}', timeout: 5s}}\npolicies:\n  - {{name: login, limit: 1, window: 1s, {fields}}}\n",
         redis.url()
     )
 }

@@ -12,7 +12,7 @@ const SECOND: Duration = Duration::from_secs(1);
 
 fn config(redis: &Redis, limit: u64) -> String {
     format!(
-        "store: {{redis: '{}'}}\npolicies:\n  - {{name: p, limit: {limit}, window: 1h}}\n",
+        "store: {{redis: '{}', timeout: 5s}}\npolicies:\n  - {{name: p, limit: {limit}, window: 1h}}\n",
         redis.url()
     )
 }
@@ -120,7 +120,7 @@ fn refund_by_another_instance_is_noticed_within_a_second() {
 fn retry_after_is_that_of_the_limit_that_denies_longest() {
     let redis = Redis::start();
     let service = Service::start(&format!(
-        "store: {{redis: '{}'}}
+        "store: {{redis: '{}', timeout: 5s}}
 attributes: [user, address]
 policies:
   - {{name: short, match: {{user: '*'}}, key: [user], limit: 1, window: 20s}}

@@ -299,7 +299,7 @@ fn api_token_is_required_and_never_used_as_a_key() {
 fn store_failure_applies_each_policys_mode() {
     let redis = Redis::start();
     let service = Service::start(&format!(
-        "store: {{redis: '{}'}}
+        "store: {{redis: '{}', timeout: 5s}}
 policies:
   - {{name: open, limit: 1, window: 1h, on_store_failure: allow}}
   - {{name: shut, limit: 1, window: 1h, on_store_failure: deny}}

@@ -50,8 +50,7 @@ async fn store_failures_are_logged_once_per_minute() {
     let redis = Redis::start();
     let policy = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
     let envoy = "envoy: {files: [ratelimit.yaml], on_store_failure: error}\n";
-    let (service, mut client) =
-        start(&format!("store: {{redis: '{}'}}\n{envoy}{policy}", redis.url())).await;
+    let (service, mut client) = start(&(redis.patient_store() + envoy + policy)).await;
     assert_eq!(client.send(&[("path", "/x")]).await.code(), Code::Ok);
     drop(redis);
     let descriptors = vec![descriptor(&[("path", "/x")])];
@@ -106,7 +105,7 @@ descriptors:
 #[tokio::test]
 async fn hot_keys_can_be_reset_by_their_listed_name() {
     let redis = Redis::start();
-    for store in [String::new(), format!("store: {{redis: '{}'}}\n", redis.url())] {
+    for store in [String::new(), redis.patient_store()] {
         let (service, mut client) = start(&format!("{store}{FILES}")).await;
         reset_hot_keys(&service, &mut client).await;
     }

@@ -58,7 +58,7 @@ fn on_both_stores(test: impl Fn(&[Service], &Upstream), config: impl Fn(&str) ->
     let upstream = upstream(&Door::default());
     test(&[Service::gateway(&config(""), &[&upstream.url()])], &upstream);
     let redis = Redis::start();
-    let store = format!("store: {{redis: '{}'}}\n", redis.url());
+    let store = redis.patient_store();
     let start = || Service::gateway(&config(&store), &[&upstream.url()]);
     test(&[start(), start()], &upstream);
     redis.assert_every_key_expires();
@@ -167,7 +167,7 @@ fn failures_among_successes_stay_within_the_limit_of_each_algorithm() {
 #[test]
 fn denied_client_is_admitted_after_a_parallel_success() {
     let redis = Redis::start();
-    let store = format!("store: {{redis: '{}'}}\n", redis.url());
+    let store = redis.patient_store();
     for other in [0, 1] {
         let door = Door::default();
         let upstream = upstream(&door);
@@ -358,7 +358,7 @@ fn grpc_status_counts_wherever_it_is() {
 #[test]
 fn refund_is_made_while_the_gateway_drains() {
     let redis = Redis::start();
-    let store = format!("store: {{redis: '{}'}}\n", redis.url());
+    let store = redis.patient_store();
     let door = Door::default();
     let upstream = upstream(&door);
     let mut gateway = Service::gateway(&config(&store, 1), &[&upstream.url()]);
@@ -402,7 +402,7 @@ fn refund_that_a_slow_store_does_not_make_is_counted() {
 fn only_failed_logins_count_during_an_outage() {
     let mut redis = Redis::start();
     let upstream = upstream(&Door::default());
-    let store = format!("store: {{redis: '{}', instances: 1}}\n", redis.url());
+    let store = format!("store: {{redis: '{}', timeout: 5s, instances: 1}}\n", redis.url());
     let gateway = Service::gateway(&config(&store, 5), &[&upstream.url()]);
     assert_eq!(login(&gateway, "200").status, 200);
     redis.kill();

@@ -74,7 +74,7 @@ fn admin_resets_keys_and_lists_hot_keys() {
 #[test]
 fn services_on_one_redis_share_counters() {
     let redis = Redis::start();
-    let config = format!("store: {{redis: '{}'}}\n{POLICIES}", redis.url());
+    let config = redis.patient_store() + POLICIES;
     let services = [Service::start(&config), Service::start(&config)];
     let payload = json!({"policy": "per-user", "key": "u1"});
     let admitted =
@@ -87,7 +87,7 @@ fn services_on_one_redis_share_counters() {
 fn store_failure_applies_each_policys_failure_mode() {
     let redis = Redis::start();
     let config = format!(
-        "store: {{redis: '{}'}}
+        "store: {{redis: '{}', timeout: 5s}}
 policies:
   - {{name: local, limit: 2, window: 1h}}
   - {{name: allow, limit: 2, window: 1h, on_store_failure: allow}}

@@ -69,6 +69,12 @@ impl Redis {
         Some(Self { process, port, folder, program: program.to_owned(), options })
     }
 
+    /// Configuration of a service on this server. Its deadline is so long that no test meets it
+    /// because the machine is busy.
+    pub(crate) fn patient_store(&self) -> String {
+        format!("store: {{redis: '{}', timeout: 5s}}\n", self.url())
+    }
+
     /// Kills the server and starts it again with its saved data.
     pub(crate) fn restart(&mut self) {
         self.kill();
