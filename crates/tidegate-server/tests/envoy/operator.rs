@@ -50,7 +50,8 @@ async fn store_failures_are_logged_once_per_minute() {
     let redis = Redis::start();
     let policy = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
     let envoy = "envoy: {files: [ratelimit.yaml], on_store_failure: error}\n";
-    let (service, mut client) = start(&(redis.patient_store() + envoy + policy)).await;
+    let (service, mut client) =
+        start(&format!("store: {{redis: '{}'}}\n{envoy}{policy}", redis.url())).await;
     assert_eq!(client.send(&[("path", "/x")]).await.code(), Code::Ok);
     drop(redis);
     let descriptors = vec![descriptor(&[("path", "/x")])];
