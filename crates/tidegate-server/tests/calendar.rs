@@ -33,7 +33,7 @@ const POLICY: &str = "policies:\n  - name: yearly\n    key: [header.x-user]\n   
 #[test]
 fn answers_headers_and_look_ups_show_the_period() {
     let redis = Redis::start();
-    for store in [String::new(), redis.patient_store()] {
+    for store in [String::new(), redis.healthy_store()] {
         let service = Service::start(&format!("{store}{POLICY}"));
         let attributes = json!({"attributes": {"header.x-user": "ann", "header.x-day": "1"}});
         let first = service.acquire(&attributes);

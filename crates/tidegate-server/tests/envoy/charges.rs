@@ -45,7 +45,7 @@ pub(super) async fn on_memory_and_on_redis_as(
     let (_service, client) = start_on(config, rules).await;
     check(client).await;
     let redis = Redis::start();
-    let (_service, client) = start_on(&(redis.patient_store() + config), rules).await;
+    let (_service, client) = start_on(&(redis.healthy_store() + config), rules).await;
     check(client).await;
     redis.assert_every_key_expires();
 }

@@ -106,7 +106,7 @@ descriptors:
 #[tokio::test]
 async fn hot_keys_can_be_reset_by_their_listed_name() {
     let redis = Redis::start();
-    for store in [String::new(), redis.patient_store()] {
+    for store in [String::new(), redis.healthy_store()] {
         let (service, mut client) = start(&format!("{store}{FILES}")).await;
         reset_hot_keys(&service, &mut client).await;
     }

@@ -39,7 +39,7 @@ async fn on_memory_and_on_redis(config: &str, check: impl AsyncFn(&Service, Clie
     let (service, client) = start_on(config, RULES).await;
     check(&service, client).await;
     let redis = Redis::start();
-    let stored = redis.patient_store() + config;
+    let stored = redis.healthy_store() + config;
     let (service, client) = start_on(&stored, RULES).await;
     check(&service, client).await;
 }

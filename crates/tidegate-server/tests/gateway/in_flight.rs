@@ -94,7 +94,7 @@ fn requests_in_flight_of_two_gateways_never_exceed_the_limit() {
     let redis = Redis::start();
     let (served, door) = (Served::default(), Door::default());
     let upstream = served.upstream(&door);
-    let start = || Service::gateway(&policy(&redis.patient_store(), 5), &[&upstream.url()]);
+    let start = || Service::gateway(&policy(&redis.healthy_store(), 5), &[&upstream.url()]);
     assert_limit_in_flight(&[&start(), &start()], &served, &door);
     redis.assert_every_key_expires();
 }
@@ -125,7 +125,7 @@ fn denial_names_the_limit_and_when_to_try_again() {
 #[test]
 fn client_that_disconnects_is_released() {
     let redis = Redis::start();
-    for store in [String::new(), redis.patient_store()] {
+    for store in [String::new(), redis.healthy_store()] {
         let (served, door) = (Served::default(), Door::default());
         let upstream = Upstream::start({
             let (slow, door) = (served.upstream(&door), door.clone());
@@ -184,7 +184,7 @@ fn failed_and_repeated_requests_are_released() {
 #[test]
 fn websocket_is_in_flight_until_it_is_closed() {
     let redis = Redis::start();
-    for store in [String::new(), redis.patient_store()] {
+    for store in [String::new(), redis.healthy_store()] {
         let upstream = echo();
         let gateway = Service::gateway(&policy(&store, 1), &[&upstream.url()]);
         let open = || {
@@ -263,7 +263,7 @@ fn tokens_are_reserved_and_settled_by_the_response() {
         assert_eq!(left(&peek), 10_000 - taken - 1);
     };
     test(&[Service::gateway(&config(""), &[&upstream.url()])]);
-    let start = || Service::gateway(&config(&redis.patient_store()), &[&upstream.url()]);
+    let start = || Service::gateway(&config(&redis.healthy_store()), &[&upstream.url()]);
     test(&[start(), start()]);
     redis.assert_every_key_expires();
 }
@@ -302,7 +302,7 @@ fn units_in_flight_are_released_while_the_gateway_drains() {
     let redis = Redis::start();
     let (served, door) = (Served::default(), Door::default());
     let upstream = served.upstream(&door);
-    let start = || Service::gateway(&policy(&redis.patient_store(), 1), &[&upstream.url()]);
+    let start = || Service::gateway(&policy(&redis.healthy_store(), 1), &[&upstream.url()]);
     let (mut gateway, other) = (start(), start());
     std::thread::scope(|scope| {
         let head = b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n";
@@ -325,7 +325,7 @@ fn killed_gateway_frees_its_units_after_the_lease() {
     let redis = Redis::start();
     let (served, door) = (Served::default(), Door::default());
     let upstream = served.upstream(&door);
-    let start = || Service::gateway(&policy(&redis.patient_store(), 2), &[&upstream.url()]);
+    let start = || Service::gateway(&policy(&redis.healthy_store(), 2), &[&upstream.url()]);
     let (killed, other) = (start(), start());
     let slow = [(); 2].map(|()| {
         let mut client = TcpStream::connect(&killed.http).expect("it listens");

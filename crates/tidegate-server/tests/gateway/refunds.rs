@@ -58,7 +58,7 @@ fn on_both_stores(test: impl Fn(&[Service], &Upstream), config: impl Fn(&str) ->
     let upstream = upstream(&Door::default());
     test(&[Service::gateway(&config(""), &[&upstream.url()])], &upstream);
     let redis = Redis::start();
-    let store = redis.patient_store();
+    let store = redis.healthy_store();
     let start = || Service::gateway(&config(&store), &[&upstream.url()]);
     test(&[start(), start()], &upstream);
     redis.assert_every_key_expires();
@@ -167,7 +167,7 @@ fn failures_among_successes_stay_within_the_limit_of_each_algorithm() {
 #[test]
 fn denied_client_is_admitted_after_a_parallel_success() {
     let redis = Redis::start();
-    let store = redis.patient_store();
+    let store = redis.healthy_store();
     for other in [0, 1] {
         let door = Door::default();
         let upstream = upstream(&door);
@@ -358,7 +358,7 @@ fn grpc_status_counts_wherever_it_is() {
 #[test]
 fn refund_is_made_while_the_gateway_drains() {
     let redis = Redis::start();
-    let store = redis.patient_store();
+    let store = redis.healthy_store();
     let door = Door::default();
     let upstream = upstream(&door);
     let mut gateway = Service::gateway(&config(&store, 1), &[&upstream.url()]);

@@ -32,7 +32,7 @@ fn number(result: &Value, name: &str) -> u64 {
 #[test]
 fn denied_key_is_found_in_every_policy_with_the_reason_and_can_be_reset() {
     let redis = Redis::start();
-    for store in [String::new(), redis.patient_store()] {
+    for store in [String::new(), redis.healthy_store()] {
         let service = Service::start(&format!("{store}{POLICIES}"));
         let ann = [("path", "/api/x"), ("header.x-user-id", "ann")];
         while acquire(&service, &ann) == 200 {}
@@ -71,7 +71,7 @@ fn units_in_flight_are_shown_with_the_ends_of_their_holds() {
   - {name: exports, key: header.x-user-id, algorithm: concurrency, limit: 2, hold: {ttl: 60s}}
 ";
     let redis = Redis::start();
-    for store in [String::new(), redis.patient_store()] {
+    for store in [String::new(), redis.healthy_store()] {
         let service = Service::start(&format!("{store}{CONFIG}"));
         let found = lookup(&service, "key=ann");
         let free = result(&found, "exports");

@@ -74,7 +74,7 @@ fn admin_resets_keys_and_lists_hot_keys() {
 #[test]
 fn services_on_one_redis_share_counters() {
     let redis = Redis::start();
-    let config = redis.patient_store() + POLICIES;
+    let config = redis.healthy_store() + POLICIES;
     let services = [Service::start(&config), Service::start(&config)];
     let payload = json!({"policy": "per-user", "key": "u1"});
     let admitted =

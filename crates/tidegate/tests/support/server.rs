@@ -71,7 +71,7 @@ impl Redis {
 
     /// Configuration of a service on this server. Its deadline is so long that no test meets it
     /// because the machine is busy.
-    pub(crate) fn patient_store(&self) -> String {
+    pub(crate) fn healthy_store(&self) -> String {
         format!("store: {{redis: '{}', timeout: 5s}}\n", self.url())
     }
 
