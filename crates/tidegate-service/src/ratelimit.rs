@@ -1,11 +1,12 @@
 //! HTTP listeners of envoyproxy/ratelimit, for probes, dashboards and clients that know it:
 //! `/healthcheck` and `/json`, `/rlconfig`, and metrics by its names.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
@@ -24,18 +25,38 @@ use tidegate_net::listener::Peer;
 mod json;
 mod metrics;
 
+use json::JsonMessages;
+
 /// Maximum size of the body of a request to `/json`.
 const MAX_BODY_BYTES: usize = 64 * 1024;
 
 /// Parts that the handlers share.
 #[derive(Clone)]
 pub(crate) struct Ratelimit {
-    pub(crate) state: Arc<ServerState>,
-    pub(crate) envoy: Arc<Envoy>,
-    pub(crate) health: Arc<Health>,
+    state: Arc<ServerState>,
+    envoy: Arc<Envoy>,
+    health: Arc<Health>,
+    messages: JsonMessages,
+    /// Domains whose rules have counted units, also if they are gone: labels must not change.
+    counted_domains: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Ratelimit {
+    pub(crate) fn new(
+        state: &Arc<ServerState>,
+        envoy: Arc<Envoy>,
+        health: Health,
+    ) -> anyhow::Result<Self> {
+        let (messages, counted_domains) = (JsonMessages::new()?, Arc::default());
+        Ok(Self {
+            state: Arc::clone(state),
+            envoy,
+            health: Arc::new(health),
+            messages,
+            counted_domains,
+        })
+    }
+
     /// Returns the service of the main listener.
     pub(crate) fn main(&self) -> Router {
         Router::new()
@@ -110,7 +131,7 @@ async fn json(
 ) -> Response {
     let body = tokio::time::timeout(BODY_TIMEOUT, axum::body::to_bytes(body, MAX_BODY_BYTES));
     let request = match body.await {
-        Ok(Ok(body)) => json::request(&body),
+        Ok(Ok(body)) => ratelimit.messages.request(&body).map_err(|error| format!("{error:#}")),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err("the body did not arrive in time".to_owned()),
     };
@@ -122,9 +143,14 @@ async fn json(
         Ok(response) => {
             let is_denied = response.overall_code == i32::from(Code::OverLimit);
             let status = if is_denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-            let content_type = [(header::CONTENT_TYPE, "application/json")];
-            let body = Bytes::from(json::response(&response).to_string());
-            (status, content_type, body).into_response()
+            match ratelimit.messages.response(&response) {
+                Ok(body) => {
+                    (status, [(header::CONTENT_TYPE, "application/json")], body).into_response()
+                }
+                Err(error) => {
+                    (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response()
+                }
+            }
         }
         Err(status) => (StatusCode::BAD_REQUEST, format!("{}\n", status.message())).into_response(),
     }
