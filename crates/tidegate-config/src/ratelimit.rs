@@ -2,7 +2,8 @@
 //! translates them into the text of a [`Config`](crate::Config), and into [`RatelimitSettings`] for what a
 //! configuration of Tidegate does not have.
 
-use std::ffi::OsString;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _, UdpSocket};
 use std::path::Path;
 
@@ -24,6 +25,8 @@ enum Kind {
     /// Text that has to be there, if its section is.
     Needed,
     Flag,
+    /// Flag of a section, with the fields that follow.
+    Section,
     Ratio,
     Duration,
 }
@@ -46,7 +49,7 @@ const FIELDS: [(&str, &str, Kind, &str); 20] = [
     ("envoy.near_limit_ratio", "NEAR_LIMIT_RATIO", Kind::Ratio, "0.8"),
     ("envoy.xds.server", "CONFIG_GRPC_XDS_SERVER_URL", Kind::Text, "localhost:18000"),
     ("envoy.xds.node_id", "CONFIG_GRPC_XDS_NODE_ID", Kind::Text, "default"),
-    ("envoy.xds.tls", "CONFIG_GRPC_XDS_SERVER_USE_TLS", Kind::Flag, "false"),
+    ("envoy.xds.tls", "CONFIG_GRPC_XDS_SERVER_USE_TLS", Kind::Section, ""),
     ("envoy.xds.tls.ca", "CONFIG_GRPC_XDS_SERVER_TLS_CACERT", Kind::Text, ""),
     ("envoy.xds.tls.certificate", "CONFIG_GRPC_XDS_CLIENT_TLS_CERT", Kind::Text, ""),
     ("envoy.xds.tls.key", "CONFIG_GRPC_XDS_CLIENT_TLS_KEY", Kind::Text, ""),
@@ -54,46 +57,38 @@ const FIELDS: [(&str, &str, Kind, &str); 20] = [
 ];
 
 /// Fields that are made of several variables.
-const COMBINED: [(&str, &str); 8] = [
+const COMBINED: [(&str, &str); 9] = [
     ("store.redis", "REDIS_URL"),
     ("store.sentinel", "REDIS_URL"),
     ("envoy.files", "RUNTIME_ROOT"),
     ("envoy.files", "RUNTIME_SUBDIRECTORY"),
     ("envoy.files", "RUNTIME_APPDIRECTORY"),
     ("listen.http", "PORT"),
+    // Its port may be that of the other one.
+    ("listen.grpc", "PORT"),
     ("listen.grpc", "GRPC_UDS"),
     ("listen.grpc", "GRPC_PORT"),
 ];
 
-/// Variables that are accepted without an effect, each with what Tidegate has in its place.
+/// Variables that are accepted without an effect, by name or start of it, each with what Tidegate
+/// has in its place.
 const WITHOUT_EFFECT: [(&str, &str); 10] = [
     (
-        "USE_STATSD USE_DOG_STATSD USE_DOG_STATSD_MOGRIFIERS STATSD_HOST STATSD_PORT EXTRA_TAGS \
-         STATS_FLUSH_INTERVAL DISABLE_STATS",
+        "USE_STATSD USE_DOG_STATSD* STATSD_* EXTRA_TAGS STATS_FLUSH_INTERVAL DISABLE_STATS",
         "metrics are served for Prometheus (USE_PROMETHEUS), not sent by statsd",
     ),
     ("PROMETHEUS_MAPPER_YAML", "metrics have the names of the default mapper"),
     (
-        "REDIS_POOL_SIZE REDIS_POOL_ON_EMPTY_BEHAVIOR REDIS_PIPELINE_WINDOW REDIS_PIPELINE_LIMIT \
-         REDIS_USE_EXPLICIT_PIPELINE",
+        "REDIS_POOL_* REDIS_PIPELINE_* REDIS_USE_EXPLICIT_PIPELINE",
         "decisions that wait share one call to Redis",
     ),
+    ("REDIS_PERSECOND_*", "REDIS_PERSECOND is off: the Redis of REDIS_URL decides all limits"),
     (
-        "REDIS_PERSECOND_SOCKET_TYPE REDIS_PERSECOND_TYPE REDIS_PERSECOND_URL \
-         REDIS_PERSECOND_POOL_SIZE REDIS_PERSECOND_AUTH REDIS_PERSECOND_TLS \
-         REDIS_PERSECOND_SENTINEL_AUTH REDIS_PERSECOND_PIPELINE_WINDOW \
-         REDIS_PERSECOND_PIPELINE_LIMIT REDIS_PERSECOND_USE_EXPLICIT_PIPELINE \
-         REDIS_PERSECOND_TIMEOUT REDIS_PERSECOND_POOL_ON_EMPTY_BEHAVIOR",
-        "REDIS_PERSECOND is off: the Redis of REDIS_URL decides all limits",
-    ),
-    (
-        "EXPIRATION_JITTER_MAX_SECONDS STOP_CACHE_KEY_INCREMENT_WHEN_OVERLIMIT \
-         LOCAL_CACHE_SIZE_IN_BYTES",
+        "EXPIRATION_JITTER_* STOP_CACHE_KEY_INCREMENT_WHEN_OVERLIMIT LOCAL_CACHE_SIZE_IN_BYTES",
         "a denied request charges nothing, and denials are cached anyway",
     ),
     (
-        "LIMIT_RESPONSE_HEADERS_ENABLED LIMIT_LIMIT_HEADER LIMIT_REMAINING_HEADER \
-         LIMIT_RESET_HEADER",
+        "LIMIT_RESPONSE_HEADERS_ENABLED LIMIT_LIMIT_* LIMIT_REMAINING_* LIMIT_RESET_*",
         "use enable_x_ratelimit_headers of Envoy's filter",
     ),
     ("MERGE_DOMAIN_CONFIG", "files of one domain are always merged"),
@@ -103,17 +98,10 @@ const WITHOUT_EFFECT: [(&str, &str); 10] = [
     ),
     (
         "CONFIG_GRPC_XDS_NODE_METADATA CONFIG_GRPC_XDS_CLIENT_ADDITIONAL_HEADERS \
-         CONFIG_GRPC_XDS_SERVER_CONNECT_RETRY_INTERVAL XDS_CLIENT_BACKOFF_INITIAL_INTERVAL \
-         XDS_CLIENT_BACKOFF_MAX_INTERVAL XDS_CLIENT_BACKOFF_RANDOM_FACTOR \
-         XDS_CLIENT_BACKOFF_JITTER XDS_CLIENT_MAX_MSG_SIZE_IN_BYTES",
+         CONFIG_GRPC_XDS_SERVER_CONNECT_* XDS_CLIENT_*",
         "only the node id is sent, retries wait from 1s to 30s, and messages have up to 64 MiB",
     ),
-    (
-        "MEMCACHE_HOST_PORT MEMCACHE_MAX_IDLE_CONNS MEMCACHE_SRV MEMCACHE_SRV_REFRESH \
-         MEMCACHE_TLS MEMCACHE_TLS_CLIENT_CERT MEMCACHE_TLS_CLIENT_KEY MEMCACHE_TLS_CACERT \
-         MEMCACHE_TLS_SKIP_HOSTNAME_VERIFICATION",
-        "counts are kept in Redis",
-    ),
+    ("MEMCACHE_*", "counts are kept in Redis"),
 ];
 
 /// Settings beside the configuration.
@@ -150,40 +138,38 @@ pub struct TraceSettings {
 impl RatelimitSettings {
     /// Reads the variables of this process. Returns the configuration, and the settings beside it.
     pub fn from_environment() -> Result<(EnvironmentConfig, Self), ConfigError> {
-        Self::read(&|name| std::env::var_os(name))
-    }
-
-    fn read(
-        lookup: &dyn Fn(&str) -> Option<OsString>,
-    ) -> Result<(EnvironmentConfig, Self), ConfigError> {
-        let variables = Variables { lookup };
-        let (config, settings) = (variables.config()?, variables.settings()?);
-        let text = serde_json::to_string_pretty(&escaped(config)).unwrap_or_default();
-        let fields = FIELDS.iter().map(|(path, name, ..)| (*path, *name)).chain(COMBINED);
-        let is_value = |path: &str, name: &str| !path.ends_with("tls") && variables.is_set(name);
-        let set = fields.filter(|(path, name)| is_value(path, name));
-        let shown = set.map(|(path, name)| (path, variables.shown(name))).collect();
-        let needs_rules = !variables.flag(FORCE_START, false)?;
-        Ok((EnvironmentConfig { text, variables: shown, needs_rules }, settings))
+        let named = |(name, value): (OsString, _)| Some((name.into_string().ok()?, value));
+        Variables(std::env::vars_os().filter_map(named).collect()).read()
     }
 }
 
 const FORCE_START: &str = "FORCE_START_WITHOUT_INITIAL_CONFIG";
 
 /// Variables of an environment. An empty one counts as missing.
-struct Variables<'a> {
-    lookup: &'a dyn Fn(&str) -> Option<OsString>,
-}
+struct Variables(BTreeMap<String, OsString>);
 
-impl Variables<'_> {
-    fn is_set(&self, name: &str) -> bool {
-        (self.lookup)(name).is_some_and(|value| !value.is_empty())
+impl Variables {
+    fn read(&self) -> Result<(EnvironmentConfig, RatelimitSettings), ConfigError> {
+        let (config, settings) = (self.config()?, self.settings()?);
+        let text = serde_json::to_string_pretty(&escaped(config)).unwrap_or_default();
+        let fields = FIELDS.into_iter().filter(|(_, _, kind, _)| *kind != Kind::Section);
+        let fields = fields.map(|(path, name, ..)| (path, name)).chain(COMBINED);
+        let set = fields.filter(|(_, name)| self.get(name).is_some());
+        let shown = set.map(|(path, name)| (path, self.shown(name))).collect();
+        let needs_rules = !self.flag(FORCE_START, false)?;
+        Ok((EnvironmentConfig { text, variables: shown, needs_rules }, settings))
+    }
+
+    fn get(&self, name: &str) -> Option<&OsStr> {
+        self.0.get(name).map(OsString::as_os_str).filter(|value| !value.is_empty())
     }
 
     fn text(&self, name: &str) -> Result<Option<String>, ConfigError> {
-        let value =
-            (self.lookup)(name).filter(|value| !value.is_empty()).map(OsString::into_string);
-        value.transpose().map_err(|_| self.error(name, "must be UTF-8"))
+        match self.get(name).map(OsStr::to_str) {
+            None => Ok(None),
+            Some(Some(text)) => Ok(Some(text.to_owned())),
+            Some(None) => Err(self.error(name, "must be UTF-8")),
+        }
     }
 
     fn text_or(&self, name: &str, default: &str) -> Result<String, ConfigError> {
@@ -192,8 +178,7 @@ impl Variables<'_> {
 
     /// Returns a variable with its value, unless it may have a password.
     fn shown(&self, name: &str) -> String {
-        let value = (self.lookup)(name).unwrap_or_default();
-        let value = value.to_string_lossy();
+        let value = self.get(name).unwrap_or_default().to_string_lossy();
         let is_hidden = value.is_empty() || name.ends_with("_AUTH") || value.contains('@');
         if is_hidden { name.to_owned() } else { format!("{name}={value:?}") }
     }
@@ -244,9 +229,8 @@ impl Variables<'_> {
     fn address(&self, name: &str, host: &str, port: u16) -> Result<SocketAddr, ConfigError> {
         if host.is_empty() {
             let has_ipv6 = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok();
-            let every = |ip: std::net::IpAddr| SocketAddr::new(ip, port);
-            let ipv4 = Ipv4Addr::UNSPECIFIED.into();
-            return Ok(every(if has_ipv6 { Ipv6Addr::UNSPECIFIED.into() } else { ipv4 }));
+            let ipv4 = (Ipv4Addr::UNSPECIFIED, port).into();
+            return Ok(if has_ipv6 { (Ipv6Addr::UNSPECIFIED, port).into() } else { ipv4 });
         }
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let found: Vec<_> = (host, port).to_socket_addrs().into_iter().flatten().collect();
@@ -297,8 +281,7 @@ impl Variables<'_> {
                     return Err(self.error(name, "is not set, but GRPC_SERVER_USE_TLS is true"));
                 }
                 Kind::Text | Kind::Needed | Kind::Duration if text.is_empty() => continue,
-                // The section, with the fields that follow.
-                Kind::Flag if path.ends_with(".tls") => json!({}),
+                Kind::Section => json!({}),
                 Kind::Flag => self.flag(name, false)?.into(),
                 Kind::Ratio => self.ratio(name, default)?.into(),
                 Kind::Duration if text == "0" => "0s".into(),
@@ -334,7 +317,7 @@ impl Variables<'_> {
             return Err(self.error(name, message));
         }
         let name = "GRPC_CLIENT_TLS_SAN";
-        if self.flag("GRPC_SERVER_USE_TLS", false)? && self.is_set(name) {
+        if self.flag("GRPC_SERVER_USE_TLS", false)? && self.get(name).is_some() {
             let message = "names of client certificates are not checked: unset it, and let \
                            GRPC_CLIENT_TLS_CACERT be a CA that only signs clients that may call";
             return Err(self.error(name, message));
@@ -445,14 +428,18 @@ impl Variables<'_> {
     }
 
     fn without_effect(&self) -> Vec<String> {
-        // Switched off, it is as it would be anyway.
-        let is_off = |name: &str| {
-            (self.lookup)(name).is_some_and(|value| value.eq_ignore_ascii_case("false"))
+        let matches = |name: &str, pattern: &str| match pattern.strip_suffix('*') {
+            Some(start) => name.starts_with(start),
+            None => name == pattern,
         };
-        let groups = WITHOUT_EFFECT.iter().filter_map(|(names, reason)| {
-            let names = names.split_whitespace();
-            let names: Vec<&str> =
-                names.filter(|name| self.is_set(name) && !is_off(name)).collect();
+        // Switched off, it is as it would be anyway.
+        let set =
+            self.0.iter().filter(|(_, it)| !it.is_empty() && !it.eq_ignore_ascii_case("false"));
+        let set: Vec<&str> = set.map(|(name, _)| name.as_str()).collect();
+        let groups = WITHOUT_EFFECT.iter().filter_map(|(patterns, reason)| {
+            let is_listed =
+                |name: &&str| patterns.split_whitespace().any(|pattern| matches(name, pattern));
+            let names: Vec<&str> = set.iter().copied().filter(is_listed).collect();
             (!names.is_empty()).then(|| format!("{}: {reason}", names.join(", ")))
         });
         groups.collect()

@@ -19,7 +19,7 @@ use crate::api::browser::BrowserGuard;
 use crate::envoy::{Envoy, RejectionCounters};
 use crate::journal::{self, EventKind};
 use crate::metrics::stalls;
-use crate::ratelimit::{Health, Ratelimit};
+use crate::ratelimit::Ratelimit;
 use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::{Resp, RespShared};
 use crate::state::ServerState;
@@ -111,8 +111,8 @@ pub async fn serve(
             )));
         }
         Some(settings) => {
-            let health = Health::new(state, service.unready.subscribe(), &settings);
-            let ratelimit = Ratelimit::new(state, envoy, health)?;
+            let unready = service.unready.subscribe();
+            let ratelimit = Ratelimit::new(state, envoy, unready, &settings)?;
             let debug = bind(&listen, "DEBUG_PORT", &settings.debug).await?;
             let mut listeners = vec![(http_listener, ratelimit.main()), (debug, ratelimit.debug())];
             if let Some((address, path)) = &settings.prometheus {

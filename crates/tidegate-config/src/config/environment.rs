@@ -44,7 +44,7 @@ impl EnvironmentConfig {
         if variables.iter().any(is_quoted) {
             variables.retain(is_quoted);
         }
-        // Names of fields mean nothing to whoever has set variables.
+        // The user has set variables, and no fields.
         let mut message = error.message();
         while let Some((name, rest)) = message.split_once(": ")
             && name.split('.').all(|part| path.split('.').any(|it| it == part))
@@ -57,23 +57,15 @@ impl EnvironmentConfig {
     }
 }
 
-/// Returns the path of the field at a line of JSON that is indented.
+/// Returns the path of the field at a line of JSON that is indented by two spaces.
 fn path_at(text: &str, line: usize) -> String {
-    let (mut names, mut depth) = (Vec::new(), usize::MAX);
-    let lines: Vec<&str> = text.lines().take(line).collect();
-    for line in lines.into_iter().rev() {
+    let mut path = Vec::new();
+    for line in text.lines().take(line) {
         let content = line.trim_start();
-        let indent = line.len() - content.len();
-        if indent < depth {
-            depth = indent;
-            names.extend(
-                content
-                    .strip_prefix('"')
-                    .and_then(|it| it.split_once("\": "))
-                    .map(|(name, _)| name),
-            );
+        if let Some((name, _)) = content.split_once("\": ") {
+            path.truncate((line.len() - content.len()) / 2 - 1);
+            path.push(name.trim_start_matches('"'));
         }
     }
-    names.reverse();
-    names.join(".")
+    path.join(".")
 }

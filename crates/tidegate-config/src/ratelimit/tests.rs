@@ -1,4 +1,3 @@
-use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStringExt as _;
 
 use super::*;
@@ -25,8 +24,8 @@ type Read = Result<(Value, String, RatelimitSettings), String>;
 fn environment(
     variables: &[(&str, &str)],
 ) -> Result<(EnvironmentConfig, RatelimitSettings), ConfigError> {
-    let variables: BTreeMap<_, _> = variables.iter().copied().collect();
-    RatelimitSettings::read(&|name| variables.get(name).map(OsString::from))
+    let own = |(name, value): &(&str, &str)| ((*name).to_owned(), OsString::from(value));
+    Variables(variables.iter().map(own).collect()).read()
 }
 
 fn read(variables: &[(&str, &str)]) -> Read {
@@ -208,9 +207,9 @@ fn settings_that_cannot_hold_are_errors_that_say_what_to_do() {
             Err(error) => assert!(error.starts_with(expected) && !expected.is_empty(), "{error}"),
         }
     }
-    let invalid = || OsString::from_vec(b"a\xff".to_vec());
-    let lookup = |name: &str| (name == "CACHE_KEY_PREFIX").then(invalid);
-    let error = RatelimitSettings::read(&lookup).err().expect("not UTF-8").to_string();
+    let invalid = OsString::from_vec(b"a\xff".to_vec());
+    let variables = Variables(BTreeMap::from([("CACHE_KEY_PREFIX".to_owned(), invalid)]));
+    let error = variables.read().err().expect("not UTF-8").to_string();
     assert_eq!(error, "CACHE_KEY_PREFIX=\"a\u{fffd}\": must be UTF-8");
 }
 
