@@ -23,6 +23,7 @@ use crate::yaml::{Bounded, BoundedDuration, ConfigError, Document, Ratio};
 mod auth;
 mod check;
 mod cors;
+mod environment;
 mod gateway;
 mod listen;
 mod raw;
@@ -34,6 +35,7 @@ mod xds;
 
 pub use auth::TOKEN_VARIABLES;
 pub use cors::{AllowedOrigins, CorsConfig};
+pub use environment::EnvironmentConfig;
 pub use gateway::{
     AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination, UpstreamLimits,
     UpstreamProtocol, UpstreamUrl, UpstreamUrlError,
@@ -118,6 +120,8 @@ pub struct EnvoyConfig {
     pub near_limit_ratio: f32,
     /// Whether the control plane has sent rules, if there is one.
     pub has_rules: bool,
+    /// Whether requests are errors until the control plane has sent rules.
+    pub needs_rules: bool,
     /// Whether metrics count units, as those of ratelimit do.
     pub counts_units: bool,
 }
@@ -405,6 +409,7 @@ fn envoy(
     let envoy = EnvoyConfig {
         rules,
         has_rules: xds.is_none(),
+        needs_rules: false,
         counts_units: false,
         xds,
         algorithm,
@@ -515,8 +520,8 @@ pub enum ConfigOrigin {
     /// Built-in sample.
     Sample,
     File(PathBuf),
-    /// Text that the environment was translated into.
-    Environment(String),
+    /// Variables of the environment, with the names of envoyproxy/ratelimit.
+    Environment(EnvironmentConfig),
 }
 
 impl ConfigOrigin {
@@ -537,11 +542,7 @@ impl ConfigOrigin {
         match self {
             Self::Sample => Config::parse("sample.yaml", SAMPLE),
             Self::File(file) => Config::load(file),
-            Self::Environment(text) => {
-                let mut config = Config::parse("the environment", text)?;
-                config.envoy.counts_units = true;
-                Ok(config)
-            }
+            Self::Environment(environment) => environment.load(),
         }
     }
 }

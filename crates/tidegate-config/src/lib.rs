@@ -23,12 +23,12 @@ pub mod yaml;
 
 pub use config::{
     AccessLogConfig, AccessLogFormat, AllowedHosts, AllowedOrigins, Config, ConfigOrigin,
-    CorsConfig, EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination, RedisConfig,
-    RedisTopology, SAMPLE, StoreConfig, StoreNeeds, TOKEN_VARIABLES, UpstreamLimits,
+    CorsConfig, EnvironmentConfig, EnvoyConfig, GatewayConfig, Listen, LogDenials, LogDestination,
+    RedisConfig, RedisTopology, SAMPLE, StoreConfig, StoreNeeds, TOKEN_VARIABLES, UpstreamLimits,
     UpstreamProtocol, UpstreamUrl, UpstreamUrlError, XdsConfig, XdsTls, rule_files,
 };
 pub use policies::{load as load_policies, parse as parse_policies};
-pub use ratelimit::{ALGORITHM_VARIABLE, RatelimitSettings, SettingError, TraceSettings};
+pub use ratelimit::{ALGORITHM_VARIABLE, RatelimitSettings, TraceSettings};
 pub use secret::Secret;
 pub use tokens::{AuthError, Scope, Token, Tokens};
 pub use warning::{ConfigWarning, OPEN_LISTENER};

@@ -45,6 +45,7 @@ const MODULES: [(&str, &Allowed<'_>); 6] = [
             ("warning", &["yaml"]),
             ("envoy", &["warning"]),
             ("config", &["envoy", "key_hash", "policies", "secret", "tokens", "warning", "yaml"]),
+            ("ratelimit", &["config", "yaml"]),
         ],
     ),
     ("tidegate-api", &[("json", &["duration", "operation"])]),

@@ -47,26 +47,39 @@ pub struct ConfigChange {
     pub text: String,
 }
 
+enum Limited<'a> {
+    Policy(&'a Policy),
+    Rule(&'a Rule),
+}
+
 impl ConfigSummary {
     /// Summarizes a configuration.
     pub fn new(config: &Config) -> Self {
-        let policies = config.policies.iter();
-        let policies = policies.map(|policy| {
-            let written = config.policy_fields.get(policy.name());
-            (policy.name().to_owned(), of_policy(policy, written))
-        });
-        let rules = config.envoy.rules.rules().map(|rule| (rule.path.clone(), of_rule(rule)));
-        let mut summary = Self {
-            policies: policies.chain(rules).collect(),
-            sections: config.sections.clone(),
-            omitted_policies: 0,
-        };
-        while summary.to_json().len() > MAX_SUMMARY_BYTES && !summary.policies.is_empty() {
-            // In the order of their names, so that two summaries leave the same ones out.
-            let kept = summary.policies.len() * 3 / 4;
-            summary.omitted_policies += summary.policies.len() - kept;
-            summary.policies = summary.policies.into_iter().take(kept).collect();
+        let policies =
+            config.policies.iter().map(|policy| (policy.name(), Limited::Policy(policy)));
+        let rules = config.envoy.rules.rules().map(|rule| (&*rule.path, Limited::Rule(rule)));
+        let all: BTreeMap<&str, Limited<'_>> = policies.chain(rules).collect();
+        let mut summary = Self { sections: config.sections.clone(), ..Self::default() };
+        // Of ten thousand rules only the first ones fit, so the others are not even summarized.
+        let mut length = summary.to_json().len();
+        for (name, limited) in &all {
+            let fields = match limited {
+                Limited::Policy(policy) => of_policy(policy, config.policy_fields.get(*name)),
+                Limited::Rule(rule) => of_rule(rule),
+            };
+            length += serde_json::to_string(&(name, &fields)).unwrap_or_default().len();
+            if length > MAX_SUMMARY_BYTES {
+                break;
+            }
+            summary.policies.insert((*name).to_owned(), fields);
         }
+        // In the order of their names and in few steps, so that two summaries leave the same out.
+        let mut kept = all.len();
+        while kept > summary.policies.len() {
+            kept = kept * 3 / 4;
+        }
+        summary.policies = summary.policies.into_iter().take(kept).collect();
+        summary.omitted_policies = all.len() - kept;
         summary
     }
 

@@ -194,6 +194,9 @@ async fn decide(
     headers: &HeaderMap,
     request: &RateLimitRequest,
 ) -> Result<RateLimitResponse, GrpcCallError> {
+    if active.envoy.needs_rules && !active.envoy.has_rules {
+        return Err(Status::unavailable("the control plane has not sent its first rules").into());
+    }
     if request.domain.is_empty() {
         return Err(Status::invalid_argument(
             "the domain is empty: send the domain of the rules to apply",

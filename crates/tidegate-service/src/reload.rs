@@ -99,6 +99,7 @@ pub fn watch(
         loaded: Vec::new(),
         applied: Contents::new(),
         discovered: None,
+        discovered_in_use: None,
     };
     watcher.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
@@ -140,6 +141,8 @@ struct ConfigWatcher {
     applied: Contents,
     /// Rules of the control plane, if it has sent some.
     discovered: Option<DiscoveredRules>,
+    /// Those of the configuration in use, which may be older.
+    discovered_in_use: Option<DiscoveredRules>,
 }
 
 impl ConfigWatcher {
@@ -181,7 +184,15 @@ impl ConfigWatcher {
                             let _ = self.reload(self.discovered.clone(), &restart_only, &state);
                         }
                         Some(Due::Rules(update)) => {
-                            let result = self.reload(Some(update.rules), &restart_only, &state);
+                            let is_changed = self.discovered_in_use.as_ref() != Some(&update.rules);
+                            let result = if is_changed {
+                                self.reload(Some(update.rules), &restart_only, &state)
+                            } else {
+                                self.discovered = Some(update.rules);
+                                state.metrics.count_reload(true);
+                                Ok(())
+                            };
+                            let result = result.map(|()| is_changed);
                             let _ = update.reply.send(result.map_err(|error| error.to_string()));
                         }
                     }
@@ -205,7 +216,7 @@ impl ConfigWatcher {
         restart_only: &RestartOnlyConfig,
         state: &ServerState,
     ) -> Result<(), ReloadError> {
-        let checked = self.load(rules).and_then(|config| {
+        let checked = self.load(rules.clone()).and_then(|config| {
             let tls = || check_tls(state.active().tls.as_ref(), config.tls.as_ref());
             let allowed = restart_only.check(&config).and_then(|()| tls());
             allowed.map_err(|error| self.source.error(error))?;
@@ -240,6 +251,7 @@ impl ConfigWatcher {
         config.log_warnings();
         let config_hash = config.hash.clone();
         let mut changes = state.reload(config);
+        self.discovered_in_use = rules;
         state.metrics.count_reload(true);
         state.reloads.succeeded(pending.clone());
         changes.extend(self.log_changes().map(ConfigChange::of_files));

@@ -19,7 +19,7 @@ use crate::api::browser::BrowserGuard;
 use crate::envoy::{Envoy, RejectionCounters};
 use crate::journal::{self, EventKind};
 use crate::metrics::stalls;
-use crate::ratelimit::{Health, Ratelimit};
+use crate::ratelimit::Ratelimit;
 use crate::reload::{ConfigSource, RestartOnlyConfig};
 use crate::resp::{Resp, RespShared};
 use crate::state::ServerState;
@@ -64,8 +64,9 @@ pub async fn serve(
 ) -> anyhow::Result<()> {
     let signals = Signals::new()?;
     let mut listen = config.listen.clone();
-    let http_listener = bind(&listen, "http", &listen.http).await?;
-    let grpc_listener = bind(&listen, "grpc", &listen.grpc).await?;
+    let names = if ratelimit.is_some() { ["PORT", "GRPC_PORT"] } else { ["http", "grpc"] };
+    let http_listener = bind(&listen, names[0], &listen.http).await?;
+    let grpc_listener = bind(&listen, names[1], &listen.grpc).await?;
     (listen.http, listen.grpc) = (http_listener.address()?, grpc_listener.address()?);
     let grace = Some(AGE_GRACE_TIMEOUT);
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
@@ -96,7 +97,7 @@ pub async fn serve(
         stopped.clone(),
         ListenerConfig { max_age, ..listener_config(&listen, state) },
     ));
-    let mut tasks = vec![grpc_task];
+    let (mut tasks, mut last_tasks) = (vec![grpc_task], Vec::new());
     match ratelimit {
         None => {
             let state_of_api = Arc::clone(state);
@@ -110,29 +111,32 @@ pub async fn serve(
             )));
         }
         Some(settings) => {
-            let health = Health::new(state, service.unready.subscribe(), &settings);
-            let ratelimit = Ratelimit { state: Arc::clone(state), envoy, health: health.into() };
-            let debug = bind(&listen, "debug", &settings.debug).await?;
+            let unready = service.unready.subscribe();
+            let ratelimit = Ratelimit::new(state, envoy, unready, &settings)?;
+            let debug = bind(&listen, "DEBUG_PORT", &settings.debug).await?;
             let mut listeners = vec![(http_listener, ratelimit.main()), (debug, ratelimit.debug())];
             if let Some((address, path)) = &settings.prometheus {
-                let socket = bind(&listen, "prometheus", address).await?;
+                let socket = bind(&listen, "PROMETHEUS_ADDR", address).await?;
                 listeners.push((socket, ratelimit.metrics(path)));
             }
             for (socket, router) in listeners {
                 // Without TLS, and until the end: probes have to see that requests are draining.
-                tokio::spawn(listener::serve(
+                last_tasks.push(tokio::spawn(listener::serve(
                     socket,
                     move |peer| listener::with_peer(&router, peer),
                     || None,
                     client_network(state),
                     service.admin_stop.subscribe(),
                     listener_config(&listen, state),
-                ));
+                )));
             }
         }
     }
     announce(&listen);
     service.run(signals, tasks).await;
+    for task in last_tasks {
+        let _ = task.await;
+    }
     Ok(())
 }
 
@@ -438,26 +442,28 @@ pub fn runtime() -> io::Result<Runtime> {
     runtime::Builder::new_multi_thread().enable_all().event_interval(EVENT_INTERVAL).build()
 }
 
+/// Binds the address of a field of `listen`, or of a variable of envoyproxy/ratelimit.
 pub async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyhow::Result<Socket> {
+    let is_variable = name.starts_with(|first: char| first.is_ascii_uppercase());
+    let setting = if is_variable { name.to_owned() } else { format!("listen.{name}") };
     let bound = Socket::bind(address, listen.unix_mode).await;
     let is_in_use = |error: &anyhow::Error| {
         let cause = error.root_cause().downcast_ref::<io::Error>();
         cause.is_some_and(|cause| cause.kind() == io::ErrorKind::AddrInUse)
     };
-    bound.with_context(|| format!("listen.{name}")).map_err(|error| {
+    bound.with_context(|| setting.clone()).map_err(|error| {
         if !is_in_use(&error) {
             return error;
         }
         let flag = match name {
             "gateway" => "--listen".to_owned(),
             "resp" => "--resp".to_owned(),
-            "debug" => "DEBUG_PORT".to_owned(),
-            "prometheus" => "PROMETHEUS_ADDR".to_owned(),
             _ => format!("--listen-{name}"),
         };
+        let other = if is_variable { String::new() } else { format!(" by {flag} or in the file") };
         anyhow::anyhow!(
-            "listen.{name}: cannot listen on {address}: the address is already in use: end the \
-             process that uses it, or set another by {flag} or in the file"
+            "{setting}: cannot listen on {address}: the address is already in use: end the \
+             process that uses it, or set another{other}"
         )
     })
 }

@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStringExt as _;
 
 use super::*;
 use crate::{Config, StoreConfig};
@@ -20,11 +20,17 @@ const GATEWAY: [(&str, &str); 11] = [
 
 type Read = Result<(Value, String, RatelimitSettings), String>;
 
+/// Reads variables, of which the last one of a name counts.
+fn environment(
+    variables: &[(&str, &str)],
+) -> Result<(EnvironmentConfig, RatelimitSettings), ConfigError> {
+    let own = |(name, value): &(&str, &str)| ((*name).to_owned(), OsString::from(value));
+    Variables(variables.iter().map(own).collect()).read()
+}
+
 fn read(variables: &[(&str, &str)]) -> Read {
-    let variables: BTreeMap<_, _> = variables.iter().copied().collect();
-    let lookup = |name: &str| variables.get(name).map(|&value| value.to_owned());
-    let (text, settings) = RatelimitSettings::read(&lookup).map_err(|error| error.to_string())?;
-    Ok((serde_json::from_str(&text).expect("JSON"), text, settings))
+    let (config, settings) = environment(variables).map_err(|error| error.to_string())?;
+    Ok((serde_json::from_str(&config.text).expect("JSON"), config.text, settings))
 }
 
 /// Returns the store of these variables, in addition to those of Envoy Gateway.
@@ -130,10 +136,14 @@ fn tracing_metrics_and_listeners_have_their_settings() {
         (ALGORITHM_VARIABLE, "sliding-log"),
         ("REDIS_POOL_SIZE", "20"),
         ("STATSD_PORT", "9125"),
+        ("REDIS_PERSECOND_URL", "h:1"),
     ])
     .expect("valid");
     let metrics = settings.prometheus.expect("metrics");
-    assert_eq!((metrics.0.to_string(), &*metrics.1), ("0.0.0.0:19001".to_owned(), "/metrics"));
+    assert_eq!(
+        (&metrics.0.to_string()[metrics.0.to_string().len() - 6..], &*metrics.1),
+        (":19001", "/metrics")
+    );
     assert_eq!(config["listen"]["grpc"], "unix:/run/rl.sock");
     assert_eq!(config["listen"]["http"], "0.0.0.0:9090");
     assert_eq!(config["listen"]["max_connection_age"], "off");
@@ -145,6 +155,7 @@ fn tracing_metrics_and_listeners_have_their_settings() {
     let without_effect = settings.without_effect.join("\n");
     assert!(without_effect.contains("REDIS_POOL_SIZE: "), "{without_effect}");
     assert!(without_effect.contains("STATSD_PORT: "), "{without_effect}");
+    assert!(without_effect.contains("REDIS_PERSECOND_URL: REDIS_PERSECOND is off"));
 }
 
 #[test]
@@ -155,23 +166,118 @@ fn settings_that_cannot_hold_are_errors_that_say_what_to_do() {
         ("GRPC_SERVER_TLS_KEY", "/k"),
         ("GRPC_CLIENT_TLS_SAN", "edge"),
     ];
+    let traces = [("TRACING_ENABLED", "1"), ("TRACING_EXPORTER_PROTOCOL", "zipkin")];
+    let address = "PROMETHEUS_ADDR=\"x\": must be HOST:PORT, or :PORT for all";
     for (variables, expected) in [
-        (&[("BACKEND_TYPE", "memcache")][..], "BACKEND_TYPE: \"memcache\" is not supported"),
-        (&[("REDIS_PERSECOND", "true")], "REDIS_PERSECOND: a second Redis"),
-        (&[("REDIS_TYPE", "RING")], "REDIS_TYPE: \"RING\" is not SINGLE"),
-        (&[("REDIS_TYPE", "SENTINEL"), ("REDIS_URL", "main")], "REDIS_URL: names no sentinel"),
-        (&[("CONFIG_TYPE", "HTTP")], "CONFIG_TYPE: \"HTTP\" is not FILE"),
-        (&[("SHADOW_MODE", "yes")], "SHADOW_MODE: \"yes\" is not true or false"),
-        (&[("PORT", "http")], "PORT: \"http\" is not a port"),
-        (&[("LOG_LEVEL", "loud")], "LOG_LEVEL: \"loud\" is no level"),
-        (&[("PROMETHEUS_ADDR", "x"), ("USE_PROMETHEUS", "1")], "PROMETHEUS_ADDR: "),
+        (
+            &[("BACKEND_TYPE", "memcache")][..],
+            "BACKEND_TYPE=\"memcache\": is not supported: counts",
+        ),
+        (&[("REDIS_PERSECOND", "true")], "REDIS_PERSECOND=\"true\": a second Redis"),
+        (
+            &[("REDIS_TYPE", "RING")],
+            "REDIS_TYPE=\"RING\": must be one of SINGLE, CLUSTER, SENTINEL",
+        ),
+        (
+            &[("REDIS_TYPE", "SENTINEL"), ("REDIS_URL", "main")],
+            "REDIS_URL=\"main\": names no sentinel",
+        ),
+        (&[("REDIS_SOCKET_TYPE", "udp")], "REDIS_SOCKET_TYPE=\"udp\": must be one of unix, tcp"),
+        (&[("CONFIG_TYPE", "HTTP")], "CONFIG_TYPE=\"HTTP\": must be one of FILE, GRPC_XDS_SOTW"),
+        (&[("SHADOW_MODE", "yes")], "SHADOW_MODE=\"yes\": must be true or false"),
+        (&[("PORT", "http")], "PORT=\"http\": must be a port"),
+        (&[("HOST", "no host")], "HOST=\"no host\": must be an IP address, or the name of a host"),
+        (&[("LOG_LEVEL", "loud")], "LOG_LEVEL=\"loud\": must be one of warn"),
+        (&[("LOG_FORMAT", "xml")], "LOG_FORMAT=\"xml\": must be one of text, json"),
+        (&[("NEAR_LIMIT_RATIO", "nan")], "NEAR_LIMIT_RATIO=\"nan\": must be a number from 0 to 1"),
+        (&[("NEAR_LIMIT_RATIO", "2")], "NEAR_LIMIT_RATIO=\"2\": must be a number from 0 to 1"),
+        (&traces, "TRACING_EXPORTER_PROTOCOL=\"zipkin\": must be one of http, grpc"),
+        (&[("PROMETHEUS_ADDR", "x"), ("USE_PROMETHEUS", "1")], address),
+        (&[(ALGORITHM_VARIABLE, "foo")], "TIDEGATE_ENVOY_ALGORITHM=\"foo\": must be one of "),
+        (
+            &[(ALGORITHM_VARIABLE, "concurrency")],
+            "TIDEGATE_ENVOY_ALGORITHM=\"concurrency\": must be",
+        ),
         (&tls[..3], ""),
-        (&tls, "GRPC_CLIENT_TLS_SAN: names of client certificates are not checked"),
-        (&tls[..1], "GRPC_SERVER_TLS_CERT: is missing"),
+        (&tls, "GRPC_CLIENT_TLS_SAN=\"edge\": names of client certificates are not checked"),
+        (&tls[..1], "GRPC_SERVER_TLS_CERT: is not set, but GRPC_SERVER_USE_TLS is true"),
     ] {
         match read(variables) {
             Ok(_) => assert_eq!(expected, "", "{variables:?}"),
             Err(error) => assert!(error.starts_with(expected) && !expected.is_empty(), "{error}"),
         }
     }
+    let invalid = OsString::from_vec(b"a\xff".to_vec());
+    let variables = Variables(BTreeMap::from([("CACHE_KEY_PREFIX".to_owned(), invalid)]));
+    let error = variables.read().err().expect("not UTF-8").to_string();
+    assert_eq!(error, "CACHE_KEY_PREFIX=\"a\u{fffd}\": must be UTF-8");
+}
+
+/// Errors in values that only the whole configuration can judge.
+#[test]
+fn errors_name_the_variable_with_its_value_and_no_place_in_a_file() {
+    let tls = ("REDIS_TLS", "true");
+    let xds_tls = ("CONFIG_GRPC_XDS_SERVER_USE_TLS", "true");
+    let redis = ("REDIS_URL", "h:1");
+    for (variables, expected) in [
+        (&[("REDIS_URL", "h:bad")][..], "REDIS_URL=\"h:bad\": "),
+        (&[("REDIS_URL", "redis://u:S3CR3T@h:bad")], "REDIS_URL: "),
+        (&[("REDIS_URL", "h:1,x:bad"), ("REDIS_TYPE", "cluster")], "REDIS_URL=\"h:1,x:bad\": "),
+        (&[("REDIS_URL", "m,x:bad"), ("REDIS_TYPE", "sentinel")], "REDIS_URL=\"m,x:bad\": "),
+        (&[redis, ("CACHE_KEY_PREFIX", "{a}")], "CACHE_KEY_PREFIX=\"{a}\": prefix is not usable"),
+        (&[redis, ("REDIS_TIMEOUT", "0")], "REDIS_TIMEOUT=\"0\": must be from 1ms to 1m"),
+        (
+            &[redis, tls, ("REDIS_TLS_CACERT", "/no/ca")],
+            "REDIS_TLS_CACERT=\"/no/ca\": this file: cannot be read",
+        ),
+        (
+            &[redis, tls, ("REDIS_TLS_CLIENT_CERT", "/c")],
+            "REDIS_TLS_CLIENT_CERT=\"/c\": store.tls needs certificate and key together",
+        ),
+        (
+            &[redis, ("GRPC_MAX_CONNECTION_AGE", "500ms")],
+            "GRPC_MAX_CONNECTION_AGE=\"500ms\": must be from 1s to 366d, or off for never",
+        ),
+        (
+            &[redis, ("CONFIG_GRPC_XDS_SERVER_URL", "gateway")],
+            "CONFIG_GRPC_XDS_SERVER_URL=\"gateway\": is not an address: write HOST:PORT",
+        ),
+        (
+            &[redis, xds_tls, ("CONFIG_GRPC_XDS_SERVER_TLS_CACERT", "/no/ca")],
+            "CONFIG_GRPC_XDS_SERVER_TLS_CACERT=\"/no/ca\": ",
+        ),
+        (&[redis, ("GRPC_UDS", "rl.sock")], "GRPC_UDS=\"rl.sock\": the path of a Unix socket must"),
+        (&[redis, ("PORT", "8081")], "PORT=\"8081\": 0.0.0.0:8081 is already in use"),
+        (
+            &[redis, ("CONFIG_TYPE", "FILE"), ("RUNTIME_ROOT", "/nowhere")],
+            "RUNTIME_ROOT=\"/nowhere\" RUNTIME_SUBDIRECTORY=\"ratelimit\": \
+             /nowhere/ratelimit/config/*: no file matches",
+        ),
+        (
+            &[redis, ("CONFIG_TYPE", "FILE"), ("RUNTIME_ROOT", "")],
+            "RUNTIME_SUBDIRECTORY=\"ratelimit\": /srv",
+        ),
+    ] {
+        let variables = [&GATEWAY[..], variables].concat();
+        let (config, _) = environment(&variables).expect("each value is valid alone");
+        let error = config.load().expect_err(expected).to_string();
+        assert!(error.starts_with(expected) && !expected.is_empty(), "{error}");
+        assert!(!error.contains('\n') && !error.contains("S3CR3T"), "{error}");
+    }
+}
+
+#[test]
+fn hosts_are_addresses_and_names_and_none_is_every_address() {
+    let address = |value: &str| {
+        let variables =
+            [("USE_PROMETHEUS", "1"), ("PROMETHEUS_ADDR", value), ("HOST", "localhost")];
+        let (config, _, settings) = read(&variables).expect("valid");
+        assert_eq!(config["listen"]["http"], "127.0.0.1:8080");
+        settings.prometheus.expect("metrics").0.to_string()
+    };
+    assert_eq!(address("localhost:19001"), "127.0.0.1:19001");
+    assert_eq!(address("127.0.0.2:19001"), "127.0.0.2:19001");
+    assert_eq!(address("[::1]:19001"), "[::1]:19001");
+    // A system may have no IPv6.
+    assert!(["[::]:19001", "0.0.0.0:19001"].contains(&&*address(":19001")));
 }

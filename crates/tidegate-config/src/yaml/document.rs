@@ -339,6 +339,11 @@ impl ConfigError {
         Self { file: file.to_owned(), position: None, message: format!("cannot be read: {reason}") }
     }
 
+    /// Creates an error about a subject as a whole, such as a variable.
+    pub(crate) fn of_subject(subject: String, message: &str) -> Self {
+        Self { file: subject, position: None, message: message.to_owned() }
+    }
+
     /// Creates the error for a file that cannot be read for this reason.
     #[must_use]
     pub fn from_io(file: &str, error: &std::io::Error) -> Self {

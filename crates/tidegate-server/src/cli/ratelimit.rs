@@ -47,8 +47,8 @@ pub(crate) fn is_name(program: Option<&OsStr>) -> bool {
 
 impl RatelimitCommand {
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
-        let (text, settings) = RatelimitSettings::from_environment()?;
-        let origin = ConfigOrigin::Environment(text);
+        let (environment, settings) = RatelimitSettings::from_environment()?;
+        let origin = ConfigOrigin::Environment(environment);
         let mut config = origin.load()?;
         self.admin.apply(&mut config)?;
         let store = config.store.to_string();

@@ -1,5 +1,6 @@
 use std::time::Instant;
 
+use prost::Message as _;
 use prost_types::Any;
 use tidegate_api::envoy::service::discovery::v3::DiscoveryResponse;
 use tidegate_config::envoy::RateLimitConfig;
@@ -66,6 +67,24 @@ async fn invalid_rules_are_rejected_with_the_reason_and_the_old_ones_stay() {
     }
     assert_eq!(send(&mut client, "edge", &USER).await, (true, Some(100)), "the old rules");
     assert_eq!(program.metric("ratelimit_service_config_load_error"), 1);
+
+    // Too much for one message, and a reason that is long itself.
+    let long = limited("user", &"v".repeat(4_000), 1);
+    for (nonce, value) in [
+        ("e", vec![0; 65 << 20]),
+        ("f", rules_of("edge", vec![long.clone(), long]).encode_to_vec()),
+    ] {
+        plane.respond(DiscoveryResponse {
+            version_info: "3".to_owned(),
+            resources: vec![Any { type_url: RateLimitConfig::TYPE_URL.to_owned(), value }],
+            type_url: RateLimitConfig::TYPE_URL.to_owned(),
+            nonce: nonce.to_owned(),
+        });
+        let rejection = plane.request().await;
+        assert_eq!((&*rejection.version_info, &*rejection.response_nonce), ("1", nonce));
+        let reason = rejection.error_detail.expect("a reason").message;
+        assert!((20..=1_001).contains(&reason.chars().count()), "{reason}");
+    }
     plane.accept("4", &[rules_of("edge", vec![limited("user", "", 50)])]).await;
     assert_eq!(send(&mut client, "edge", &USER).await, (true, Some(50)));
 }
@@ -94,6 +113,61 @@ async fn closed_stream_and_killed_control_plane_leave_the_rules() {
     assert_eq!(send(&mut client, "edge", &USER).await, (true, Some(300)));
 }
 
+/// Envoy Gateway sends all rules again for changes of others, and in any order.
+#[tokio::test(flavor = "multi_thread")]
+async fn unchanged_rules_are_accepted_without_a_reload() {
+    let (_redis, mut plane, program) = start().await;
+    let rules = |name: &str| rules_of(name, vec![limited("user", "", 100)]);
+    plane.accept("1", &[rules("a"), rules("b")]).await;
+    plane.accept("2", &[rules("b"), rules("a")]).await;
+    plane.send("3", "bad", &[rules("")]);
+    let rejection = plane.request().await;
+    assert_eq!(&*rejection.version_info, "2", "the version of the rules in use");
+    plane.accept("4", &[rules("a"), rules("b")]).await;
+    assert_eq!(program.metric("ratelimit_service_config_load_success"), 3);
+    let output = program.output();
+    for once in [
+        "rules of the control plane applied",
+        "reload: configuration reloaded",
+        "event=\"reloaded\"",
+    ] {
+        assert_eq!(output.matches(once).count(), 1, "{once}:\n{output}");
+    }
+    plane.accept("5", &[rules("a")]).await;
+    assert_eq!(program.rules().lines().count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outage_is_logged_once_for_each_reason_and_its_end() {
+    let redis = Redis::start();
+    let address = format!("127.0.0.1:{}", free_port());
+    let program = crate::Program::start(&crate::Variables::of_gateway(&address, &redis));
+    let warning = "the control plane is not connected";
+    program.wait_until_logged(warning);
+    assert!(program.output().contains("Connection refused"), "{}", program.output());
+    // It listens, but speaks another protocol.
+    let other = tokio::net::TcpListener::bind(&address).await.expect("a free port");
+    let attempts = tokio::spawn(async move {
+        for _ in 0..2 {
+            drop(other.accept().await);
+        }
+    });
+    attempts.await.expect("two attempts");
+    // How it fails depends on how far a call has come, but each line has a new reason.
+    let reasons = || -> Vec<String> {
+        let output = program.output();
+        let reasons = output.lines().filter(|line| line.contains(warning));
+        reasons.filter_map(|line| Some(line.split_once("reason=")?.1.to_owned())).collect()
+    };
+    program.wait_until("the new reason is logged", || reasons().len() > 1);
+    let mut plane = ControlPlane::start_on(&address, None).await;
+    plane.request().await;
+    plane.accept("1", &[]).await;
+    program.wait_until_logged("control plane connected");
+    let reasons = reasons();
+    assert!(reasons.windows(2).all(|two| two[0] != two[1]), "{reasons:?}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn control_plane_may_start_after_the_program() {
     let redis = Redis::start();
@@ -114,10 +188,10 @@ async fn control_plane_may_start_after_the_program() {
 async fn thousands_of_rules_and_messages_of_megabytes_are_applied() {
     let (_redis, mut plane, program) = start().await;
     let mut client = program.client().await;
-    for (version, count) in [("1", 5_000), ("2", 10_000), ("3", 10_000)] {
+    for (version, count, limit) in [("1", 5_000, 5), ("2", 10_000, 5), ("3", 10_000, 6)] {
         let rules = (0..count).map(|route| {
             let name = format!("httproute/default/backend-{route}/rule/0/match/0/www_example_com");
-            node(&name, &name, vec![limited("rule-0-match-0", "", 5)])
+            node(&name, &name, vec![limited("rule-0-match-0", "", limit)])
         });
         let rules = [rules_of("default/eg/http", rules.collect())];
         let start = Instant::now();
@@ -126,7 +200,7 @@ async fn thousands_of_rules_and_messages_of_megabytes_are_applied() {
     }
     let route = "httproute/default/backend-9999/rule/0/match/0/www_example_com";
     let entries = [(route, route), ("rule-0-match-0", "ann")];
-    assert_eq!(send(&mut client, "default/eg/http", &entries).await, (true, Some(5)));
+    assert_eq!(send(&mut client, "default/eg/http", &entries).await, (true, Some(6)));
 
     // Beyond the 4 MiB that clients in general accept.
     let names = (0..3_000).map(|number| format!("{number}-{}", "x".repeat(2_000)));

@@ -1,8 +1,9 @@
 //! Metrics by the names of ratelimit's default mapper, followed by those of Tidegate. They are made
 //! from numbers that are counted anyway, except for the units of each rule.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::sync::PoisonError;
 
 use super::Ratelimit;
 use crate::metrics::{UnitTotals, escaped, head, write_labelled, write_numbers};
@@ -18,7 +19,9 @@ type RuleLabels<'a> = (&'a str, &'a str, Option<&'a str>);
 pub(super) fn text(ratelimit: &Ratelimit) -> String {
     let (mut text, metrics) = (String::with_capacity(16 * 1024), &ratelimit.state.metrics);
     let active = ratelimit.state.active();
-    let domains: Vec<&str> = active.envoy.rules.domains().collect();
+    let mut known = ratelimit.counted_domains.lock().unwrap_or_else(PoisonError::into_inner);
+    known.extend(active.envoy.rules.domains().map(str::to_owned));
+    let domains: Vec<&str> = known.iter().map(String::as_str).collect();
     let mut rules: Vec<(String, UnitTotals)> = Vec::new();
     metrics.for_each_units(|name, units| rules.push((name.to_owned(), units)));
     // Rules that differ only below their second key are one series.
@@ -31,6 +34,9 @@ pub(super) fn text(ratelimit: &Ratelimit) -> String {
         sum.over_limit += units.over_limit;
         sum.shadow_mode += units.shadow_mode;
     }
+    let counted: BTreeSet<&str> = series.keys().map(|(domain, ..)| *domain).collect();
+    known.retain(|domain| counted.contains(domain.as_str()));
+    drop(known);
     let families: [(&str, CountOf); 5] = [
         ("total_hits", |units| units.within_limit + units.over_limit),
         ("within_limit", |units| units.within_limit),
@@ -95,7 +101,7 @@ fn labels<'a>(name: &'a str, domains: &[&str]) -> Option<RuleLabels<'a>> {
     let of_domain =
         |domain: &&&str| name.strip_prefix(**domain).is_some_and(|rest| rest.starts_with('.'));
     let known = domains.iter().filter(of_domain).map(|domain| domain.len()).max();
-    // The domain may be one whose rules are gone.
+    // Its rules may have come and gone since the last scrape.
     let end = known.or_else(|| name.find('.'))?;
     let (domain, rest) = name.split_at(end);
     let mut keys = rest.strip_prefix('.')?.split('.');

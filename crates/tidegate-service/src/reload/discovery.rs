@@ -20,6 +20,7 @@ use tokio::time::timeout;
 use tonic::{Code, Streaming};
 use tower::{ServiceExt as _, service_fn};
 
+use crate::journal::bounded;
 use crate::metrics::{Metrics, MetricsSection, write_numbers};
 use tidegate_api::envoy::config::core::v3::Node;
 use tidegate_api::envoy::service::discovery::v3::aggregated_discovery_service_client::AggregatedDiscoveryServiceClient;
@@ -29,8 +30,9 @@ use tidegate_config::XdsConfig;
 use tidegate_config::envoy::RateLimitConfig;
 use tidegate_net::tls::{self, ClientTlsFiles};
 
-/// Maximum size of a response: rules for thousands of routes.
-const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
+/// Maximum size of all rules: those of thousands of routes. Larger ones are rejected; the stream
+/// ends only if a response has twice as much, so that its nonce is not known.
+const MAX_RULES_BYTES: usize = 64 * 1024 * 1024;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Waits between two connections, varied by a half.
 const MIN_BACKOFF: Duration = Duration::from_secs(1);
@@ -39,14 +41,14 @@ const MAX_BACKOFF: Duration = Duration::from_secs(30);
 /// servers in Go close a connection that has more than one in five minutes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 
-/// All rules that a control plane has sent, by domain.
+/// All rules that a control plane has sent, in the order of their names.
 pub(super) type DiscoveredRules = Arc<[RateLimitConfig]>;
 
 /// Rules to apply, and where the result is expected.
 pub(super) struct RulesUpdate {
     pub(super) rules: DiscoveredRules,
-    /// The reason if they are not applied.
-    pub(super) reply: oneshot::Sender<Result<(), String>>,
+    /// Whether they differ from those in use, or the reason why they are not applied.
+    pub(super) reply: oneshot::Sender<Result<bool, String>>,
 }
 
 /// Client of a control plane.
@@ -88,24 +90,23 @@ impl Discovery {
     /// Applies the rules of one stream after the other, until the process ends.
     pub(super) async fn run(mut self) {
         let mut backoff = MIN_BACKOFF;
-        let mut is_outage_logged = false;
+        let mut logged_reason = None;
         loop {
             let start = Instant::now();
             let result = self.follow_stream().await;
             self.status.is_connected.store(false, Ordering::Relaxed);
             let has_answered = std::mem::take(&mut self.has_answered);
             if has_answered || start.elapsed() > MAX_BACKOFF {
-                (backoff, is_outage_logged) = (MIN_BACKOFF, false);
+                (backoff, logged_reason) = (MIN_BACKOFF, None);
             }
-            if !is_outage_logged {
-                let reason =
-                    result.map_or_else(|error| format!("{error:#}"), |()| "closed".to_owned());
+            let reason = result.map_or_else(|error| format!("{error:#}"), |()| "closed".to_owned());
+            if logged_reason.as_ref() != Some(&reason) {
                 tracing::warn!(
                     server = %self.config.server,
                     reason,
                     "the control plane is not connected, keeping the current rules"
                 );
-                is_outage_logged = true;
+                logged_reason = Some(reason);
             }
             tokio::time::sleep(jittered(backoff)).await;
             backoff = MAX_BACKOFF.min(backoff * 2);
@@ -135,8 +136,13 @@ impl Discovery {
     async fn answer(&mut self, response: &DiscoveryResponse) -> DiscoveryRequest {
         let version = &response.version_info;
         match self.apply(response).await {
-            Ok(domains) => {
-                tracing::info!(version, domains, "rules of the control plane applied");
+            Ok(is_changed) => {
+                let domains = response.resources.len();
+                if is_changed {
+                    tracing::info!(version, domains, "rules of the control plane applied");
+                } else {
+                    tracing::debug!(version, domains, "rules of the control plane are unchanged");
+                }
                 self.version.clone_from(version);
                 self.request(&response.nonce, None)
             }
@@ -146,25 +152,30 @@ impl Discovery {
                     reason,
                     "rules of the control plane rejected, keeping the current ones"
                 );
-                self.request(&response.nonce, Some(reason))
+                self.request(&response.nonce, Some(bounded(reason)))
             }
         }
     }
 
-    /// Returns the number of domains.
-    async fn apply(&self, response: &DiscoveryResponse) -> Result<usize, String> {
+    /// Returns whether the rules differ from those in use.
+    async fn apply(&self, response: &DiscoveryResponse) -> Result<bool, String> {
+        let size: usize = response.resources.iter().map(|resource| resource.value.len()).sum();
+        if size > MAX_RULES_BYTES {
+            return Err(format!("the rules have {size} bytes: at most 64 MiB are allowed"));
+        }
         let rules = response.resources.iter().map(|resource| {
             if resource.type_url != RateLimitConfig::TYPE_URL {
                 return Err(format!("a resource has the type {:?}", resource.type_url));
             }
             RateLimitConfig::decode(&*resource.value).map_err(|error| error.to_string())
         });
-        let rules = rules.collect::<Result<DiscoveredRules, String>>()?;
-        let (domains, (reply, applied)) = (rules.len(), oneshot::channel());
-        let sent = self.updates.send(RulesUpdate { rules, reply }).await;
+        let mut rules = rules.collect::<Result<Vec<_>, String>>()?;
+        // Control planes send them in any order.
+        rules.sort_by(|one, other| one.name.cmp(&other.name));
+        let (reply, applied) = oneshot::channel();
+        let sent = self.updates.send(RulesUpdate { rules: rules.into(), reply }).await;
         sent.map_err(|_| "the process is shutting down".to_owned())?;
-        let applied = applied.await;
-        applied.unwrap_or_else(|_| Err("loading the rules panicked".to_owned())).map(|()| domains)
+        applied.await.unwrap_or_else(|_| Err("loading the rules panicked".to_owned()))
     }
 
     fn request(&self, nonce: &str, rejected: Option<String>) -> DiscoveryRequest {
@@ -197,7 +208,7 @@ impl Discovery {
         let connection = connection.context("connecting timed out")??;
         let service = service_fn(move |request| connection.clone().send_request(request));
         let mut client = AggregatedDiscoveryServiceClient::with_origin(service, origin)
-            .max_decoding_message_size(MAX_RESPONSE_BYTES);
+            .max_decoding_message_size(2 * MAX_RULES_BYTES);
         let requests = futures_util::stream::unfold(requests, |mut requests| async move {
             Some((requests.recv().await?, requests))
         });
