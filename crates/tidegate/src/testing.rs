@@ -262,6 +262,13 @@ async fn run<S: Store>(
             sequence.charge(spec).with_charged_at(charged_at)
         };
         let charges: Vec<Charge<'_>> = charges.iter().map(charge).collect();
+        // A store may know the time of a unit in flight by its end, which is earlier then.
+        if action == Action::Renew
+            && has_rewound
+            && charges.iter().any(|charge| charge.quota().is_concurrency())
+        {
+            continue;
+        }
         decided_at.push(clock.now());
         // An acquire of concurrency needs a hold. A release without one may take any of those that
         // end together.

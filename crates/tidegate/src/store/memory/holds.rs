@@ -95,7 +95,7 @@ impl<'a> ChargeContext<'a> {
             RecordState::Settled | RecordState::SettledBeforeReset => {
                 record.end_or_used > 0 || record.units == 0
             }
-            _ => record.is_held(self.now),
+            _ => record.end().is_some_and(|end| end > self.now),
         };
         match is_alive {
             false => Known::Nothing,

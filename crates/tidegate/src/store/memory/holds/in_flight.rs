@@ -1,11 +1,11 @@
 //! Units in flight: their count is that of their holds.
 
 use super::Counts;
-use super::records::{HoldMap, MAX_ENDED, PendingReleases, Record, RecordState};
+use super::records::{HoldMap, PendingReleases, Record, RecordState};
 use crate::action::Action;
 use crate::algorithm::RawDecision;
 use crate::clock::micros;
-use crate::hold::{Hold, HoldState, HoldStatus, MAX_HOLDS};
+use crate::hold::{Hold, HoldState, HoldStatus, MAX_ENDED, MAX_HOLDS};
 use crate::store::memory::context::ChargeContext;
 
 impl ChargeContext<'_> {
@@ -82,13 +82,15 @@ impl ChargeContext<'_> {
         let PendingReleases { count, units: held, last, .. } = holds.held(key);
         let asks = matches!(self.action, Action::Acquire | Action::Peek);
         let cost = if asks { charge.cost() } else { 0 };
-        let fits = held + cost <= limit && count < MAX_HOLDS || !asks;
+        // A peek of cost 0 asks for no further hold.
+        let is_full = count >= MAX_HOLDS && !(asks && cost == 0);
+        let fits = held + cost <= limit && !is_full || !asks;
         let freed_at = || holds.end_of(key, (held + cost).saturating_sub(limit));
         let retry_after = if fits { 0 } else { freed_at().saturating_sub(now) };
         let spent = if fits && end > 0 { cost } else { 0 };
         RawDecision {
             allowed: fits,
-            remaining: if count < MAX_HOLDS { limit.saturating_sub(held + spent) } else { 0 },
+            remaining: if is_full { 0 } else { limit.saturating_sub(held + spent) },
             retry_after,
             reset_after: last.max(if fits { end } else { 0 }).saturating_sub(now),
             delay: 0,

@@ -1,11 +1,11 @@
 //! Holds of a rate, whose units are charged by the algorithm of the policy.
 
 use super::Counts;
-use super::records::{HoldMap, MAX_ENDED, Record, RecordState};
+use super::records::{HoldMap, Record, RecordState};
 use crate::action::Action;
 use crate::algorithm::{Algorithm, RawDecision};
 use crate::clock::Timestamp;
-use crate::hold::{GRACE, Hold, HoldState, HoldStatus, MAX_HOLDS};
+use crate::hold::{GRACE, Hold, HoldState, HoldStatus, MAX_ENDED, MAX_HOLDS};
 use crate::store::memory::capacity::Lack;
 use crate::store::memory::context::ChargeContext;
 
@@ -163,8 +163,7 @@ impl ChargeContext<'_> {
             self.remember_report(hold, used, counts);
             return Ok((decision, HoldStatus::Unknown));
         };
-        let is_open = record.end().is_some() || record.state() == RecordState::Released;
-        let kept_until = if is_open { record.end_or_used + GRACE } else { record.kept_until() };
+        let kept_until = record.end().map_or(record.kept_until(), |end| end + GRACE);
         let has_ended = record.releases() && record.end_or_used <= now;
         let (decision, state, status) = match record.state() {
             RecordState::Open | RecordState::OpenUntilRelease if !has_ended => {

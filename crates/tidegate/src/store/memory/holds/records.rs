@@ -5,15 +5,13 @@ use std::ops::{Bound, RangeBounds, RangeInclusive};
 
 use spin::mutex::{SpinMutex, SpinMutexGuard};
 
-use crate::hold::GRACE;
+use crate::hold::{GRACE, MAX_ENDED};
 use crate::key::Fingerprint;
 use crate::store::memory::capacity::{Capacity, RoomReservation};
 use crate::store::memory::{LOG_ENTRY_BYTES, SHARDS};
 
 /// Maximum number of records of a chunk.
 const MAX_CHUNK: usize = 128;
-/// Number of ended holds whose units one call returns, and of ends that it sorts.
-pub(super) const MAX_ENDED: usize = 100;
 /// Room that a record takes, in entries of logs.
 pub(in crate::store::memory) const RECORD_ENTRIES: usize = size_of::<Record>() / LOG_ENTRY_BYTES;
 
@@ -80,7 +78,7 @@ pub(super) enum RecordState {
     Open,
     /// Not settled. At the end the units return.
     OpenUntilRelease,
-    /// The units have returned at the end.
+    /// The units have returned: at the end, or before it because the count was reset.
     Released,
     Settled,
     /// Committed after its units had returned, so that those that were used were reported.
@@ -170,12 +168,13 @@ impl Record {
         self.kept_until_and_state = until << 4 | state as u64;
     }
 
-    /// Returns the end of a hold that is not settled, and whose units have not returned at its end.
+    /// Returns the end of a hold that is not settled.
     pub(super) fn end(&self) -> Option<u64> {
         let is_open = matches!(
             self.state(),
             RecordState::Open
                 | RecordState::OpenUntilRelease
+                | RecordState::Released
                 | RecordState::InFlight
                 | RecordState::OpenBeforeReset
         );
@@ -199,8 +198,9 @@ impl Record {
     }
 
     pub(super) fn is_held(&self, now: u64) -> bool {
-        let is_forgotten = self.state() == RecordState::OpenBeforeReset;
-        !is_forgotten && self.end().is_some_and(|end| end > now)
+        let has_units =
+            !matches!(self.state(), RecordState::Released | RecordState::OpenBeforeReset);
+        has_units && self.end().is_some_and(|end| end > now)
     }
 }
 
