@@ -56,7 +56,8 @@ impl Served {
 }
 
 fn store(redis: &Redis) -> String {
-    format!("store: {{redis: '{}'}}\n", redis.url())
+    // A decision of an instance alone would admit requests beside those of the store.
+    format!("store: {{redis: '{}', timeout: 10s}}\n", redis.url())
 }
 
 fn assert_limit_in_flight(gateways: &[&Service], served: &Served, door: &Door) {

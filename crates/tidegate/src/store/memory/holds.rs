@@ -32,16 +32,6 @@ pub(super) struct Counts<'t, 'r> {
     pub(super) reservation: &'t mut RoomReservation<'r>,
 }
 
-/// Request that the id of a reservation stands for.
-enum Known {
-    /// Nothing: it is a new request.
-    Nothing,
-    /// The same request.
-    Same { remaining: u64, refund_at: u64, expires_after: u64 },
-    /// A request with another cost.
-    Another,
-}
-
 impl<'a> ChargeContext<'a> {
     fn id(&self, hold: &Hold) -> Fingerprint {
         let secret = self.store.secret;
@@ -52,9 +42,9 @@ impl<'a> ChargeContext<'a> {
         self.store.holds.of_key(self.fingerprint)
     }
 
-    /// Returns what is remembered of a hold.
-    fn find(&self, hold: &Hold) -> Option<Record> {
-        let found = self.holds().get(self.fingerprint, self.id(hold));
+    /// Returns what is remembered of the hold of this charge.
+    fn find(&self) -> Option<Record> {
+        let found = self.holds().get(self.fingerprint, self.id(self.charge.hold()?));
         found.filter(|record| record.is_known(self.now))
     }
 
@@ -83,31 +73,18 @@ impl<'a> ChargeContext<'a> {
         RawDecision { allowed: true, retry_after: 0, delay: 0, ..read }
     }
 
-    /// Returns what is known of the id of a reservation.
-    fn known(&self) -> Known {
-        let found = self.charge.hold().and_then(|hold| self.find(hold));
-        let Some(record) = found.filter(|record| self.concerns(record)) else {
-            return Known::Nothing;
-        };
-        // Of units that stay charged, the id is known for longer than the hold.
+    /// Returns the acquire that has the id of this one, maybe with another cost.
+    fn repeated(&self) -> Option<Record> {
+        let record = self.find().filter(|record| self.concerns(record))?;
         let is_alive = match record.state() {
+            // Of units that stay charged, the id is known for longer than the hold.
             RecordState::Open | RecordState::OpenBeforeReset => true,
             RecordState::Settled | RecordState::SettledBeforeReset => {
                 record.end_or_used > 0 || record.units == 0
             }
             _ => record.end().is_some_and(|end| end > self.now),
         };
-        match is_alive {
-            false => Known::Nothing,
-            true if record.units != self.charge.cost() => Known::Another,
-            true => Known::Same {
-                remaining: record.remaining,
-                refund_at: record.refund_at,
-                expires_after: record
-                    .end()
-                    .map_or(0, |end| end.min(self.latest_end()).saturating_sub(self.now)),
-            },
-        }
+        is_alive.then_some(record)
     }
 
     /// Returns whether the units of a charge can be spent, and whether it repeats an earlier one,
@@ -122,12 +99,14 @@ impl<'a> ChargeContext<'a> {
         } else if self.charge.quota().releases_holds() {
             self.release_ended(counts);
         }
-        let fit = match self.known() {
-            Known::Another if self.action.is_all_or_nothing() => {
+        let fit = match self.repeated() {
+            Some(record) if record.units == self.charge.cost() => {
+                return Ok((Fit { fits: true, log_growth: 0 }, true));
+            }
+            Some(_) if self.action.is_all_or_nothing() => {
                 let id = self.charge.hold().map(|hold| hold.id().to_owned());
                 return Err(ChargeError::HoldConflict(id.unwrap_or_default()).into());
             }
-            Known::Same { .. } => return Ok((Fit { fits: true, log_growth: 0 }, true)),
             _ if self.is_concurrency() => Fit { fits: self.in_flight(0).allowed, log_growth: 0 },
             _ => self.fits(counts.table),
         };
@@ -179,19 +158,20 @@ impl<'a> ChargeContext<'a> {
 
     /// Returns the earlier answer, if the charge repeats a reservation.
     fn repeat(&self, counts: &mut Counts<'_, '_>) -> Option<(RawDecision, Option<HoldState>)> {
-        let Known::Same { remaining, refund_at, expires_after } = self.known() else { return None };
-        let unspent = self.unspent(counts);
+        let (record, unspent) = (self.repeated()?, self.unspent(counts));
         let is_queue = self.charge.quota().algorithm() == Algorithm::LeakyBucket;
-        let delay = if is_queue { refund_at.saturating_sub(self.now) } else { 0 };
-        let remaining = if self.is_concurrency() { unspent.remaining } else { remaining };
+        let delay = if is_queue { record.refund_at.saturating_sub(self.now) } else { 0 };
+        let remaining = if self.is_concurrency() { unspent.remaining } else { record.remaining };
         let decision = RawDecision { remaining, delay, ..unspent };
+        let end = record.end().unwrap_or(0).min(self.latest_end());
+        let expires_after = end.saturating_sub(self.now);
         Some((decision, Some(HoldState::of_micros(HoldStatus::Replayed, expires_after))))
     }
 
     /// Extends a hold that has not ended.
     fn renew(&self, hold: &Hold, counts: &mut Counts<'_, '_>) -> (RawDecision, Option<HoldState>) {
         let now = self.now;
-        let found = self.find(hold).filter(|record| record.is_held(now) && self.concerns(record));
+        let found = self.find().filter(|record| record.is_held(now) && self.concerns(record));
         let state = match found {
             None => HoldState::of_micros(HoldStatus::Ended, 0),
             Some(mut record) => {
@@ -222,23 +202,18 @@ impl MemoryStore {
 
     /// Returns whether an acquire has the id of one that it has made.
     pub(crate) fn repeats_hold(&self, charge: &Charge<'_>) -> bool {
-        self.read_holds(charge, |context| !matches!(context.known(), Known::Nothing))
+        self.read_holds(charge, |context| context.repeated().is_some())
     }
 
-    /// Returns whether it remembers this hold.
-    pub(crate) fn has_hold(&self, charge: &Charge<'_>, hold: &Hold) -> bool {
-        self.read_holds(charge, |context| context.find(hold).is_some())
+    /// Returns whether it remembers the hold of a charge.
+    pub(crate) fn has_hold(&self, charge: &Charge<'_>) -> bool {
+        self.read_holds(charge, |context| context.find().is_some())
     }
 
     /// Returns the units that this action settles: those of an open hold, or for a refund those that
     /// were used.
-    pub(crate) fn units_to_settle(
-        &self,
-        action: Action,
-        charge: &Charge<'_>,
-        hold: &Hold,
-    ) -> Option<u64> {
-        let record = self.read_holds(charge, |context| context.find(hold))?;
+    pub(crate) fn units_to_settle(&self, action: Action, charge: &Charge<'_>) -> Option<u64> {
+        let record = self.read_holds(charge, |context| context.find())?;
         let settles = matches!(action, Action::Commit | Action::Release | Action::Refund);
         match record.state() {
             RecordState::Open | RecordState::OpenUntilRelease | RecordState::InFlight => {

@@ -36,7 +36,7 @@ impl ChargeContext<'_> {
 
     /// Releases the units of a hold.
     pub(super) fn release(&self, hold: &Hold) -> (RawDecision, HoldStatus) {
-        let found = self.find(hold);
+        let found = self.find();
         self.holds().remove(self.fingerprint, self.id(hold), &self.store.capacity);
         let status = found.map_or(HoldStatus::Unknown, |_| HoldStatus::Settled);
         (self.in_flight(0), status)

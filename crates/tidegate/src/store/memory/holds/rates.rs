@@ -158,7 +158,7 @@ impl ChargeContext<'_> {
         let now = self.now;
         let is_refund = self.action == Action::Refund;
         let used = if is_refund { 0 } else { self.charge.cost() };
-        let Some(mut record) = self.find(hold).filter(|record| self.concerns(record)) else {
+        let Some(mut record) = self.find().filter(|record| self.concerns(record)) else {
             let decision = self.report(used, counts)?;
             self.remember_report(hold, used, counts);
             return Ok((decision, HoldStatus::Unknown));
@@ -186,14 +186,11 @@ impl ChargeContext<'_> {
                 let decision = self.report(used, counts)?;
                 (decision, RecordState::Reported, HoldStatus::Ended)
             }
-            RecordState::Settled if is_refund => {
-                let used = record.end_or_used;
-                let decision = self.refund(used, record.refund_at, counts);
+            RecordState::Settled | RecordState::SettledBeforeReset if is_refund => {
+                let is_left = record.state() == RecordState::Settled;
+                let units = if is_left { record.end_or_used } else { 0 };
+                let decision = self.refund(units, record.refund_at, counts);
                 (decision, RecordState::Refunded, HoldStatus::Settled)
-            }
-            RecordState::SettledBeforeReset if is_refund => {
-                let unspent = self.unspent(counts);
-                (unspent, RecordState::Refunded, HoldStatus::Settled)
             }
             settled => {
                 let status = match settled {
