@@ -3,7 +3,7 @@
 #[path = "../../tidegate/tests/support/server.rs"]
 mod server;
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -24,8 +24,9 @@ fn tidegate(arguments: &[&str]) -> Command {
 /// Returns the command with these flags, on a limit of 1 of the key `job`.
 fn hold(redis: &Redis, flags: &[&str], command: &[&str]) -> Command {
     let url = redis.url();
-    let own = ["job", "--limit", "1", "--timeout", "5s", "--conflict-exit-code", CONFLICT];
-    tidegate(&[&own[..], &["--redis", &url], flags, &["--"], command].concat())
+    let own = ["job", "--limit", "1", "--conflict-exit-code", CONFLICT, "--redis", &url];
+    let timeout: &[&str] = if flags.contains(&"--timeout") { &[] } else { &["--timeout", "5s"] };
+    tidegate(&[&own[..], timeout, flags, &["--"], command].concat())
 }
 
 fn run(redis: &Redis, flags: &[&str], command: &[&str]) -> Output {
@@ -179,6 +180,43 @@ fn lost_permit_is_a_warning() {
     redis.signal("CONT");
     holder.signal("TERM");
     assert_eq!(holder.wait().code(), Some(128 + 15), "the command ran on");
+}
+
+#[test]
+fn units_are_still_held_after_a_lost_answer() {
+    let redis = Redis::start();
+    let mut holder = Holder::start(&redis, &["--ttl", "15s", "--timeout", "1s"], FOREVER);
+    redis.signal("STOP");
+    let mut lines = BufReader::new(holder.process.stderr.take().expect("piped")).lines();
+    let warning = lines.next().expect("a warning").expect("text");
+    assert!(warning.starts_with("warning: a renewal was not answered"), "{warning}");
+    redis.signal("CONT");
+    // Longer than the lease, and than what was left of it.
+    let denied = run(&redis, &["--wait", "16s"], &["true"]);
+    assert_eq!(denied.status.code(), Some(75), "{}", text(&denied.stderr));
+    holder.signal("TERM");
+    assert_eq!(holder.wait().code(), Some(128 + 15));
+    let more: Vec<String> = lines.map(|line| line.expect("text")).collect();
+    assert_eq!(more, [] as [String; 0], "no other warning");
+}
+
+#[test]
+fn lost_answer_is_no_error_while_there_is_time_to_wait() {
+    let redis = Redis::start();
+    redis.pause_writes();
+    let flags = ["--wait", "10m", "--timeout", "200ms"];
+    let mut command = hold(&redis, &flags, &["echo", "run"]);
+    let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut waiting = command.spawn().expect("the binary runs");
+    let mut lines = BufReader::new(waiting.stderr.take().expect("piped")).lines();
+    let warning = lines.next().expect("a warning").expect("text");
+    assert!(warning.starts_with("warning: ") && warning.ends_with("trying again"), "{warning}");
+    redis.resume_writes();
+    let mut output = String::new();
+    waiting.stdout.take().expect("piped").read_to_string(&mut output).expect("text");
+    assert_eq!(output, "run\n");
+    assert_eq!(waiting.wait().expect("it ends").code(), Some(0));
+    redis.assert_every_key_expires();
 }
 
 #[test]

@@ -150,7 +150,9 @@ fn resolve(
                 return Err("window: the text is too long".to_owned());
             }
             let window = window.as_deref().map(duration::parse).transpose();
-            let window = window.map_err(|error| format!("window: {error}"))?;
+            let window = window.map_err(|error| {
+                format!("window: {error}; a calendar is set by the overrides of the file")
+            })?;
             let quota = policy.overridden_quota(&key.to_string(), *limit, window, *burst);
             OverrideEffect::Quota(Arc::new(quota.map_err(|error| error.to_string())?))
         }

@@ -6,7 +6,7 @@ use crate::clock::Timestamp;
 use crate::clock::micros;
 use crate::decision::Decision;
 use crate::enum_names::enum_names;
-use crate::hold::{Hold, HoldError, HoldStatus};
+use crate::hold::{Hold, HoldError, HoldStatus, MAX_ENDED};
 use crate::key::{Key, KeyError, is_plain_key};
 use crate::quota::Quota;
 
@@ -97,6 +97,12 @@ pub enum ChargeError {
     /// The hold is invalid.
     #[error(transparent)]
     Hold(HoldError),
+    /// The refund would release too many units in flight.
+    #[error(
+        "a refund of units in flight releases at most {MAX_ENDED}, not {0}: make several, or name \
+         the id of each hold"
+    )]
+    TooManyInFlight(u64),
     /// Units in flight are not settled at once.
     #[error("an id that is settled at once cannot count in concurrency: reserve instead")]
     SettledInFlight,
@@ -352,11 +358,16 @@ impl<'a> Charge<'a> {
             }
             _ => {}
         }
+        let takes_any = self.quota.is_concurrency() && self.hold.is_none();
         match (action, self.cost) {
             // A peek of cost 0 asks whether more units are recorded than the limit allows.
             (Action::Reset, _) | (Action::Peek, 0) => Ok(()),
             (_, 0) => Err(ChargeError::ZeroCost),
             (Action::Refund, _) if self.lacks_time() => Err(ChargeError::NoChargeTime),
+            // Each hold has one unit at least.
+            (Action::Refund, cost) if cost > MAX_ENDED as u64 && takes_any => {
+                Err(ChargeError::TooManyInFlight(cost))
+            }
             (Action::Acquire | Action::Peek, cost) if cost > self.quota.burst() => {
                 Err(ChargeError::CostTooHigh { cost, most: self.quota.burst() })
             }

@@ -22,6 +22,8 @@ const LEASE: u64 = 10 * SECOND;
 const MIN_LEASE: u64 = 5 * SECOND;
 /// Time after the end of a hold for which a store remembers it, so that a late commit finds it.
 pub(crate) const GRACE: u64 = 60 * SECOND;
+/// Maximum number of holds that one call ends.
+pub(crate) const MAX_ENDED: usize = 100;
 /// Maximum number of holds of one key.
 pub(crate) const MAX_HOLDS: usize = 10_000;
 

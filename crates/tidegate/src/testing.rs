@@ -265,9 +265,13 @@ async fn run<S: Store>(
         decided_at.push(clock.now());
         // An acquire of concurrency needs a hold. A release without one may take any of those that
         // end together.
-        let lacks_hold =
-            |charge: &Charge<'_>| charge.quota().is_concurrency() && charge.hold().is_none();
-        if matches!(action, Action::Acquire | Action::Refund) && charges.iter().any(lacks_hold) {
+        let mut in_flight = charges.iter().filter(|charge| charge.quota().is_concurrency());
+        if match action {
+            Action::Acquire | Action::Refund => in_flight.any(|charge| charge.hold().is_none()),
+            // A store may know the time of a unit by its end, which is earlier after a step back.
+            Action::Renew => has_rewound && in_flight.next().is_some(),
+            _ => false,
+        } {
             continue;
         }
         let conflicts = |charge: &Charge<'_>| model.is_conflict(action, charge, clock.now());

@@ -384,6 +384,63 @@ mod checks {
         }
     }
 
+    pub(super) async fn an_id_is_charged_once_also_after_a_reset<S: Store>(
+        limiter: &Limiter<S>,
+        clock: &ManualClock,
+    ) {
+        let keeping = Quota::sliding_log(100, 3_600 * SECOND).expect("valid");
+        let (job, releasing) = (hold("job"), releasing(&keeping));
+        for (before, after) in [
+            (&keeping, &keeping),
+            (&keeping, &releasing),
+            (&releasing, &keeping),
+            (&releasing, &releasing),
+        ] {
+            let charge = |quota| Charge::new("u", quota).with_cost(40).with_hold(&job);
+            assert!(decide(limiter, Action::Acquire, &charge(before)).await.allowed);
+            limiter.reset(&charge(before)).await.expect("reset");
+            clock.advance(SECOND);
+            let repeated = decide(limiter, Action::Acquire, &charge(after)).await;
+            assert_eq!(status(&repeated), Some(HoldStatus::Replayed), "{before:?} {after:?}");
+            assert_eq!(repeated.hold.expect("held").expires_after(), 59 * SECOND);
+            assert_eq!(left(limiter, &charge(after)).await, 100, "{before:?} {after:?}");
+            let commit = charge(after).with_cost(10);
+            let committed = decide(limiter, Action::Commit, &commit).await;
+            assert_eq!((status(&committed), committed.remaining), (Some(HoldStatus::Ended), 90));
+            limiter.reset(&charge(before)).await.expect("reset");
+            clock.advance(4 * MINUTE);
+        }
+    }
+
+    /// Both stores take them in this order, and Redis at one time.
+    pub(super) async fn a_hold_right_after_a_reset_is_not_reset<S: Store>(
+        limiter: &Limiter<S>,
+        _clock: &ManualClock,
+    ) {
+        let quota = Quota::sliding_log(100, 3_600 * SECOND).expect("valid");
+        for quota in [quota.clone(), releasing(&quota)] {
+            let charge = Charge::new("u", &quota).with_cost(40);
+            let (old, new) = (hold("old"), hold("new"));
+            let (old, new) = (charge.with_hold(&old), charge.with_hold(&new));
+            let calls =
+                [(Action::Acquire, &old), (Action::Reset, &charge), (Action::Acquire, &new)];
+            // Calls of one task share a call of the script.
+            let calls = calls.map(|(action, charge)| decide(limiter, action, charge));
+            assert!(join_all(calls).await.into_iter().all(|decision| decision.allowed));
+            for (charge, expected, remaining) in
+                [(&old, HoldStatus::Ended, 60), (&new, HoldStatus::Settled, 100)]
+            {
+                let committed = decide(limiter, Action::Commit, &charge.with_cost(0)).await;
+                let found = (status(&committed), committed.remaining);
+                assert_eq!(found, (Some(expected), remaining), "{quota:?}");
+            }
+            limiter.reset(&charge).await.expect("reset");
+            for id in [&old, &new] {
+                let _ = decide(limiter, Action::Refund, id).await;
+            }
+        }
+    }
+
     pub(super) async fn several_limits_hold_all_or_nothing<S: Store>(
         limiter: &Limiter<S>,
         _clock: &ManualClock,
@@ -678,6 +735,11 @@ mod checks {
         let in_flight = Quota::concurrency(20_000).expect("valid");
         for quota in [&rate, &in_flight] {
             let charge = Charge::new("u", quota);
+            // Its mark in Redis takes no place of a hold.
+            assert!(
+                decide(limiter, Action::Acquire, &charge.with_hold(&hold("old"))).await.allowed
+            );
+            limiter.reset(&charge).await.expect("reset");
             let ids: Vec<Hold> = (0..10_000).map(|number| hold(&format!("{number}"))).collect();
             for ids in ids.chunks(100) {
                 let held = ids.iter().map(|id| {
@@ -693,6 +755,9 @@ mod checks {
                 assert_eq!((denied.allowed, denied.remaining), (false, 0), "{action:?}");
                 assert_eq!(denied.retry_after, 59 * SECOND, "{action:?}");
             }
+            // A look at the units in flight takes no place.
+            let looked_at = decide(limiter, Action::Peek, &charge.with_cost(0)).await;
+            assert_eq!((looked_at.allowed, looked_at.remaining), (true, 10_000));
             let again = decide(limiter, Action::Acquire, &charge.with_hold(&ids[7])).await;
             assert_eq!(status(&again), Some(HoldStatus::Replayed));
             if quota == &rate {
@@ -753,6 +818,8 @@ on_both_stores! {
     an_id_is_recognized_before_it_is_counted
     usage_is_never_lost
     a_reset_keeps_the_units_of_younger_requests
+    an_id_is_charged_once_also_after_a_reset
+    a_hold_right_after_a_reset_is_not_reset
     an_id_is_known_after_the_end_of_its_hold
     a_partial_release_keeps_the_expiry
     a_commit_after_a_reload_skips_other_policies
@@ -821,6 +888,13 @@ async fn invalid_requests_are_errors<S: Store>(limiter: &Limiter<S>) {
     ] {
         let error = limiter.acquire(&invalid).await.expect_err("invalid").to_string();
         assert!(error.contains(expected), "{error}");
+    }
+    let refund = Charge::new("u", &quota).with_charged_at(limiter.now());
+    for (cost, is_valid) in [(100, true), (101, false)] {
+        let refunded = limiter.refund(&refund.with_cost(cost)).await;
+        assert_eq!(refunded.is_ok(), is_valid, "{refunded:?}");
+        let error = refunded.err().map_or(String::new(), |error| error.to_string());
+        assert_eq!(error.contains("releases at most 100, not 101"), !is_valid, "{error}");
     }
 }
 

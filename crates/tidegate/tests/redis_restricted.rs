@@ -396,7 +396,9 @@ async fn assert_idle_store_sends_nothing(cluster: ClusterView, clock: ClockSourc
     let times = server.redis().calls_of("time");
     assert_eq!(acquire().await.expect("decided").remaining, 7);
     let is_estimated = clock == ClockSource::Estimated;
-    assert_eq!(server.redis().calls_of("time") - times, 1, "in the script, or as a command");
+    // In the script, or as a command; and the check of a connection that is in use again.
+    let calls = server.redis().calls_of("time") - times;
+    assert!((1..=2).contains(&calls), "{calls}");
     assert_eq!(store.nodes()[0].clock_error.is_some(), is_estimated);
 }
 

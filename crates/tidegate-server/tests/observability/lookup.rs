@@ -96,6 +96,31 @@ fn units_in_flight_are_shown_with_the_ends_of_their_holds() {
     }
 }
 
+/// Such a key is denied, but not because its limit is reached.
+#[test]
+fn units_of_a_key_with_as_many_holds_as_it_may_have_are_not_those_of_its_limit() {
+    const FILL: &str = "for i = 1, 10000 do redis.call('ZADD', KEYS[1], ARGV[1], i) end
+return redis.call('EXPIRE', KEYS[1], 60)";
+    let redis = Redis::start();
+    let service = Service::start(&format!(
+        "store: {{redis: '{}'}}
+policies:
+  - {{name: exports, key: header.x-user-id, algorithm: concurrency, limit: 20000}}
+",
+        redis.url()
+    ));
+    let now: (u64, u64) = redis.query(&["TIME"]);
+    let end = ((now.0 + 60) * 1_000_000).to_string();
+    let _: u64 = redis.query(&["EVAL", FILL, "1", "rate_limit:{ann}:exports", &end]);
+    assert_eq!(acquire(&service, &[("header.x-user-id", "ann")]), 429);
+    let found = lookup(&service, "key=ann");
+    let state = result(&found, "exports");
+    assert_eq!((&state["allowed"], &state["remaining"]), (&json!(false), &json!(10_000)));
+    assert_eq!(state["in_flight"]["units"], 10_000, "{state}");
+    let reason = state["reason"].as_str().expect("a sentence");
+    assert!(reason.starts_with("10000 of 20000 units are in flight"), "{reason}");
+}
+
 /// A policy without `key` counts all requests together, unless a caller of the API names a key.
 #[test]
 fn named_key_of_a_policy_without_a_key_is_found() {

@@ -131,6 +131,21 @@ fn denied_reservation_is_not_remembered() {
     });
 }
 
+/// It denies nothing, because the work is done: `decisions` says that the limit is exceeded.
+#[test]
+fn commit_beyond_the_limit_names_it_under_decisions() {
+    on_both_stores(|service| {
+        assert_eq!(send(service, "reserve", "ann", json!({"id": "job", "cost": 60})).status, 200);
+        let commit = send(service, "commit", "ann", json!({"id": "job", "actual": 150}));
+        let body = commit.json();
+        assert_eq!((commit.status, remaining(&commit)), (200, 0), "{body}");
+        let tokens = &body["decisions"][0];
+        assert_eq!((&body["allowed"], &tokens["allowed"]), (&json!(true), &json!(false)), "{body}");
+        assert!(tokens["retry_after_ms"].as_u64().is_some_and(|wait| wait > 0), "{body}");
+        assert_eq!(send(service, "acquire", "ann", json!({})).status, 429);
+    });
+}
+
 #[test]
 fn units_of_an_unknown_id_are_reported() {
     on_both_stores(|service| {
@@ -399,6 +414,12 @@ fn invalid_requests_of_reservations_say_what_would_be_right() {
         ("refund", json!({"id": "a", "age_ms": 5}), "send neither cost nor age_ms"),
         ("refund", json!({"id": "a", "cost": 5}), "send neither cost nor age_ms"),
         ("refund", json!({"cost": 5}), "a refund needs id"),
+        (
+            "refund",
+            json!({"policy": null, "key": "ann", "cost": 101, "age_ms": 5,
+                "quota": {"algorithm": "concurrency", "limit": 5}}),
+            "releases at most 100, not 101",
+        ),
         ("acquire", concurrency(json!({"window": "60s"})), "concurrency has no window: its units"),
         ("acquire", concurrency(json!({"burst": 9})), "has no burst"),
         ("acquire", concurrency(json!({"hold": {"ttl": "0s"}})), "quota.hold: "),

@@ -364,11 +364,11 @@ impl LookupTarget<'_> {
             error: None,
         };
         match peeked {
-            Ok(decision) => {
-                let mut state = StateBody::new(&decision, &self.quota, self.mode);
-                if self.quota.is_concurrency() && decision.source != Source::Override {
-                    self.add_in_flight(active, &mut state).await;
-                }
+            Ok(mut decision) => {
+                let is_held = self.quota.is_concurrency() && decision.source != Source::Override;
+                let in_flight = if is_held { self.held(active, &mut decision).await } else { None };
+                let of_decision = StateBody::new(&decision, &self.quota, self.mode);
+                let state = StateBody { in_flight, ..of_decision };
                 let in_use = !state.allowed || state.remaining < state.capacity;
                 result.state = Some(state);
                 (in_use && !self.is_shared, result)
@@ -383,19 +383,24 @@ impl LookupTarget<'_> {
         }
     }
 
-    /// Adds the units in flight. A request that lacks one unit waits for the first of them.
-    async fn add_in_flight(&self, active: &ActiveConfig, state: &mut StateBody) {
-        let units = state.capacity.saturating_sub(state.remaining);
-        let mut in_flight = InFlightBody { units, first_end_ms: None };
-        if units > 0 {
-            let charge = Charge::new(&self.key, &self.quota).with_policy(self.policy);
-            let charge = charge.with_cost(state.remaining + 1);
-            if let Ok(decision) = active.limiter.limiter().peek(&charge).await {
-                in_flight.first_end_ms = Some(millis_rounded_up(decision.retry_after));
-                state.reset_after_ms = millis_rounded_up(decision.reset_after);
-            }
+    /// Returns the units in flight. A request that lacks one unit waits for the first of them.
+    async fn held(&self, active: &ActiveConfig, decision: &mut Decision) -> Option<InFlightBody> {
+        let charge = Charge::new(&self.key, &self.quota).with_policy(self.policy);
+        let limiter = active.limiter.limiter();
+        let held = limiter.decide(Action::Peek, &charge.with_cost(0)).await.ok()?;
+        if !decision.allowed {
+            // With as many holds as a key may have, nothing remained.
+            decision.remaining = held.remaining;
         }
-        state.in_flight = Some(in_flight);
+        let units = held.limit.saturating_sub(held.remaining);
+        let mut in_flight = InFlightBody { units, first_end_ms: None };
+        if units > 0
+            && let Ok(first) = limiter.peek(&charge.with_cost(held.remaining + 1)).await
+        {
+            in_flight.first_end_ms = Some(millis_rounded_up(first.retry_after));
+            decision.reset_after = first.reset_after;
+        }
+        Some(in_flight)
     }
 
     async fn decision(&self, active: &ActiveConfig) -> Result<Decision, QueryError> {

@@ -100,6 +100,7 @@ async fn invalid_overrides_are_refused_with_the_reason() {
         (&|it: &mut SetOverride| it.limit = None, "send a limit"),
         (&|it: &mut SetOverride| it.mode = Some(OverrideMode::Block), "a mode or numbers"),
         (&|it: &mut SetOverride| it.window = Some("soon".into()), "window"),
+        (&|it: &mut SetOverride| it.window = Some("month".into()), "by the overrides of the file"),
         (&|it: &mut SetOverride| it.burst = Some(3), "burst"),
         (&|it: &mut SetOverride| it.expires_in = "soon".into(), "expires_in"),
         (&|it: &mut SetOverride| it.expires_in = "1ms".into(), "from 1s to 366d, or never"),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use rustix::process::{Pid, Signal, getpgrp, kill_process};
-use tidegate::{Charge, Hold, HoldTerms, Limiter, Permit, Quota, Store};
+use tidegate::{Charge, Error, Hold, HoldTerms, Limiter, Permit, Quota, Store, StoreError};
 use tidegate_config::duration::{self, readable};
 use tokio::process::{Child, Command};
 use tokio::signal;
@@ -25,7 +25,7 @@ use crate::tool::style;
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval of the checks whether the permit is lost.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// The shortest lease: renewals are three seconds apart.
+/// The shortest lease, and the time after which a renewal is late: they are three seconds apart.
 const MIN_LEASE: Duration = Duration::from_secs(5);
 /// Exit codes of shells for a command that cannot be run, or is not found.
 const NOT_EXECUTABLE: u8 = 126;
@@ -37,11 +37,12 @@ const SIGNALLED: i32 = 128;
 ///
 /// At most --limit units of a key are held at the same time. They are free again when the command
 /// has ended. If this process is killed, they are free after --ttl, and the command goes on without
-/// them.
+/// them. So it does, with a warning, if Redis answers no renewal for that long.
 ///
 /// Exit code: that of the command, or 128 + N if signal N has ended it. If the units are in use,
 /// the command is not run and the code is 1, or that of --conflict-exit-code. 126 and 127: the
-/// command cannot be run, or does not exist. 2: an error, such as a Redis that does not answer.
+/// command cannot be run, or does not exist. 2: an error, such as a Redis that does not answer
+/// within --wait.
 ///
 /// SIGINT, SIGQUIT, SIGTERM and SIGHUP are passed to the command.
 #[derive(Debug, Args)]
@@ -100,6 +101,10 @@ pub struct HoldCommand {
     command: Vec<OsString>,
 }
 
+fn is_temporary(error: &StoreError) -> bool {
+    matches!(error.reason(), StoreError::Timeout(_) | StoreError::Unreachable(_))
+}
+
 fn lease(text: &str) -> Result<Duration, String> {
     let lease = duration::parse(text)?;
     if (MIN_LEASE..=Hold::MAX_TTL).contains(&lease) {
@@ -113,9 +118,7 @@ impl HoldCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let terms = HoldTerms::new(self.ttl, Hold::MAX_TTL)?;
         let quota = Quota::concurrency(self.limit)?.with_holds(terms);
-        let hold = Hold::random().with_ttl(self.ttl)?;
         let charge = Charge::new(&self.key, &quota).with_policy(&self.policy).with_cost(self.cost);
-        let charge = charge.with_hold(&hold);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let Some(store) = self.redis.connect(self.timeout).await? else {
@@ -153,14 +156,23 @@ impl HoldCommand {
         limiter: &Limiter<S>,
         charge: &Charge<'_>,
     ) -> anyhow::Result<Permit<S>> {
-        let start = Instant::now();
+        let (start, mut has_warned) = (Instant::now(), false);
         loop {
-            let permit = limiter.hold(charge).await?;
+            // A new id: the units of a lost answer are released by theirs.
+            let hold = Hold::random().with_ttl(self.ttl)?;
+            let answer = limiter.hold(&charge.with_hold(&hold)).await;
             let left = self.wait.unwrap_or_default().saturating_sub(start.elapsed());
-            if permit.is_allowed() || left.is_zero() {
-                return Ok(permit);
+            match answer {
+                Ok(permit) if permit.is_allowed() => return Ok(permit),
+                answer if left.is_zero() => return Ok(answer?),
+                Err(Error::Store(error)) if is_temporary(&error) => {
+                    if !std::mem::replace(&mut has_warned, true) {
+                        style::print_warning(format_args!("{error}: trying again"));
+                    }
+                }
+                // A release is not announced.
+                answer => drop(answer?),
             }
-            // A release is not announced.
             tokio::time::sleep(POLL_INTERVAL.min(left)).await;
         }
     }
@@ -180,18 +192,25 @@ impl HoldCommand {
             }
         };
         let mut checks = tokio::time::interval(CHECK_INTERVAL);
-        let mut is_lost = false;
+        let (mut is_late, mut is_lost) = (false, false);
         let status = loop {
             tokio::select! {
                 status = child.wait() => break status?,
                 received = signals.next() => pass(received, &child),
                 _ = checks.tick() => {
-                    if !is_lost && !permit.is_held() {
-                        is_lost = true;
+                    let left = permit.held_for();
+                    if left.is_zero() && !std::mem::replace(&mut is_lost, true) {
                         style::print_warning(
                             "the units are lost, because they could not be renewed in time: \
                              another command may hold them now",
                         );
+                    }
+                    let was_late = std::mem::replace(&mut is_late, left + MIN_LEASE < self.ttl);
+                    if is_late && !was_late && !is_lost {
+                        let left = readable(left);
+                        style::print_warning(format_args!(
+                            "a renewal was not answered: trying again, still held for {left}"
+                        ));
                     }
                 }
             }

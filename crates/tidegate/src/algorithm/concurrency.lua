@@ -88,8 +88,10 @@ algorithms[8] = {
     return state
   end,
 
-  remaining = function(state, quota)
-    return state.count < 10000 and math.max(0, quota.limit - state.units) or 0
+  -- A key may have 10,000 holds. A peek of cost 0 asks for no further one.
+  remaining = function(state, quota, cost)
+    if state.count >= 10000 and cost ~= 0 then return 0 end
+    return math.max(0, quota.limit - state.units)
   end,
 
   level = function(state)

@@ -183,7 +183,8 @@ for i = 1, hold_count do
     hold.has_ended = release_in_flight(key, quota)
   end
   local record = hold.record
-  if record and hold.set and action ~= ACQUIRE and action ~= PEEK then
+  local is_acquire = action == ACQUIRE or action == PEEK
+  if record and hold.set then
     local reset_at = tonumber(read('ZSCORE', hold.set, '*') or 0) - RESET_BASE
     hold.is_before_reset = record.since <= reset_at
   end
@@ -195,14 +196,14 @@ for i = 1, hold_count do
       -- After a reset, or when its units have returned, it is not in the set.
       local member = set_member(hold, record)
       local ends = tonumber(read('ZSCORE', hold.set, member) or nil)
-      hold.ends = ends or now
+      hold.ends = ends or hold.is_before_reset and hold.ends or now
       if ends and ends <= now then
         local ended = {member = member, units = record.units, refund_at = record.refund_at}
         release(key, hold.set, quota, ended)
       end
     end
-    hold.is_ended = hold.ends <= now or hold.is_before_reset
-    if record.state == OPEN and (action == ACQUIRE or action == PEEK) then
+    hold.is_ended = hold.ends <= now or hold.is_before_reset and not is_acquire
+    if record.state == OPEN and is_acquire then
       -- Of units that stay charged, the id is known for longer than the hold.
       hold.ends = math.max(hold.ends, now)
     elseif hold.is_ended then
@@ -211,11 +212,10 @@ for i = 1, hold_count do
   elseif record and record.state == SETTLED and (record.end_or_used > 0 or record.units == 0) then
     hold.ends, hold.units = now, record.units
   end
-  if hold.ends and (action == ACQUIRE or action == PEEK) then
+  if hold.ends and is_acquire then
     if hold.units ~= cost then error(CONFLICT) end
     hold.is_repeated = true
-  elseif hold.set and mode == 1 and (action == ACQUIRE or action == PEEK)
-    and is_full(hold.set) then
+  elseif hold.set and mode == 1 and is_acquire and is_full(hold.set) then
     hold.rest = math.max(1, (call('ZRANGE', hold.set, '0', '0', 'WITHSCORES')[2] or now) - now)
   end
   holds[at] = hold

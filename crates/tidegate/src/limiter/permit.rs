@@ -1,10 +1,13 @@
 //! [`Permit`]: units that are held as long as it lives.
 
+use std::time::Duration;
+
 use tokio::runtime::Handle;
 
 use super::lease::Lease;
 use super::{Error, Limiter};
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::Decision;
 use crate::hold::Hold;
 use crate::store::Store;
@@ -112,7 +115,15 @@ impl<S: Store> Permit<S> {
     /// renewal that was answered lasts until now. Otherwise another holder may have them.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        self.is_allowed() && self.limiter.now() < self.lease.held_until()
+        !self.held_for().is_zero()
+    }
+
+    /// Returns how long the units are still held if no further renewal succeeds; zero if they are
+    /// not held.
+    #[must_use]
+    pub fn held_for(&self) -> Duration {
+        let until = if self.is_allowed() { self.lease.held_until() } else { Timestamp::ZERO };
+        until.saturating_duration_since(self.limiter.now())
     }
 
     /// Returns the decision.

@@ -152,7 +152,9 @@ async fn a_denial_in_flight_during_a_refund_is_not_cached() {
 }
 
 /// Polls a future once, and returns its output if it is ready.
-async fn poll_once<T>(mut future: std::pin::Pin<&mut impl Future<Output = T>>) -> Option<T> {
+pub(crate) async fn poll_once<T>(
+    mut future: std::pin::Pin<&mut impl Future<Output = T>>,
+) -> Option<T> {
     std::future::poll_fn(|context| match future.as_mut().poll(context) {
         std::task::Poll::Ready(value) => std::task::Poll::Ready(Some(value)),
         std::task::Poll::Pending => std::task::Poll::Ready(None),

@@ -13,6 +13,7 @@ use tidegate::{
 };
 use tokio::time::{Instant, sleep};
 
+use crate::deny_cache_races::poll_once;
 use crate::flaky::{Fault, Flaky, down};
 use crate::support::{LONG, assert_exact_under_concurrency, every_quota, seeds};
 
@@ -508,6 +509,27 @@ async fn exactly_the_limit_is_admitted_while_the_store_is_down() {
     store.set_fault(down());
     let alone = Fallback::builder(Breaker::new(store)).fleet(Fleet::new().with_min_instances(1));
     assert_exact_under_concurrency(&Limiter::new(alone.build())).await;
+}
+
+/// Under load, a refund of an outage often meets the attempt to settle its debt.
+#[tokio::test(start_paused = true)]
+async fn a_refund_of_an_outage_is_made_although_its_debt_is_being_settled() {
+    let store = Flaky::new();
+    let fallback = Fallback::new(store.clone());
+    let quota = Quota::sliding_log(5, LONG).expect("valid");
+    let charge = Charge::new("u", &quota).with_cost(2);
+    store.set_fault(down());
+    let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    store.set_fault(Fault::Slow(LONG));
+    let mut settlement = Box::pin(fallback.settle());
+    assert!(poll_once(settlement.as_mut()).await.is_none(), "it has no answer");
+    store.set_fault(down());
+    let refunded = fallback.decide(Action::Refund, &charge).await.expect("charged locally");
+    assert_eq!((refunded.remaining, refunded.source), (5, Source::Local));
+    drop(settlement);
+    assert_eq!(fallback.stats().pending_debit_units, 0);
+    let error = Err(StoreError::Unreachable("down".to_owned()));
+    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "already refunded");
 }
 
 /// A request of two shards, one of which fails: a refund in one call returns the units of the other

@@ -13,6 +13,7 @@ use crate::fallback::{fallback_on, fleet_of};
 use crate::flaky::{Fault, Flaky, down};
 use crate::support::{seeds, until};
 
+const MINUTE: Duration = Duration::from_secs(60);
 const HOUR: Duration = Duration::from_secs(3_600);
 
 fn hold(id: &str) -> Hold {
@@ -89,6 +90,32 @@ async fn a_hold_of_an_outage_is_settled_where_it_was_taken() {
     let late = decide(&limiter, Action::Commit, &charge.with_cost(0).with_hold(&other)).await;
     assert_eq!((status(&late), late.source), (Some(HoldStatus::Settled), Source::Local));
     assert_eq!(store.remaining(&charge).await, 45, "never admits more than the limit");
+}
+
+/// For as long as its hold could be renewed, and a minute.
+#[tokio::test]
+async fn a_commit_waits_for_the_store_until_its_hold_is_forgotten() {
+    let terms = HoldTerms::new(MINUTE, 5 * MINUTE).expect("valid");
+    let quota = Quota::sliding_log(100, HOUR).expect("valid").with_holds(terms);
+    let micro = Duration::from_micros(1);
+    for (outage, is_made) in [(6 * MINUTE - micro, true), (6 * MINUTE, false)] {
+        let clock = ManualClock::new();
+        let store = Flaky::on(&clock);
+        let fallback = fallback_on(&clock, &store, Fleet::new());
+        let job = hold("job");
+        let charge = Charge::new("u", &quota).with_cost(40).with_hold(&job);
+        let _ = fallback.decide(Action::Acquire, &charge).await.expect("reserved");
+        store.set_fault(down());
+        let pending = fallback.decide(Action::Commit, &charge.with_cost(50)).await;
+        assert_eq!(status(&pending.expect("pending")), Some(HoldStatus::Pending));
+        clock.advance(outage);
+        store.set_fault(Fault::None);
+        fallback.settle().await;
+        let stats = fallback.stats();
+        assert_eq!((stats.pending_commits, stats.dropped_commits), (0, u64::from(!is_made)));
+        // The reservation has ended, so that all units are reported.
+        assert_eq!(store.remaining(&charge).await, if is_made { 10 } else { 60 });
+    }
 }
 
 #[tokio::test]

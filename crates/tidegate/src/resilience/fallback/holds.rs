@@ -65,13 +65,14 @@ impl PendingCommits {
 impl<S: SharedStore> FallbackCore<S> {
     /// Returns whether the hold of this charge is that of a local decision.
     pub(super) fn holds_locally(&self, action: Action, charge: &Charge<'_>) -> bool {
-        charge.hold().is_some_and(|hold| match action {
-            Action::Acquire => self.local.repeats_hold(charge),
-            Action::Commit | Action::Release | Action::Renew | Action::Refund => {
-                self.local.has_hold(charge, hold)
+        charge.hold().is_some()
+            && match action {
+                Action::Acquire => self.local.repeats_hold(charge),
+                Action::Commit | Action::Release | Action::Renew | Action::Refund => {
+                    self.local.has_hold(charge)
+                }
+                Action::Peek | Action::Reset | Action::ChargeUpTo | Action::Report => false,
             }
-            Action::Peek | Action::Reset | Action::ChargeUpTo | Action::Report => false,
-        })
     }
 
     /// Repeats, settles or renews the hold of a local decision. Settles it in the store as well, which
@@ -81,8 +82,7 @@ impl<S: SharedStore> FallbackCore<S> {
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, StoreError> {
-        let reserved =
-            charge.hold().and_then(|hold| self.local.units_to_settle(action, charge, hold));
+        let reserved = self.local.units_to_settle(action, charge);
         let quota = self.share_or_whole(charge);
         let decision = self.local.decide_now(action, &charge.with_quota(&quota))?;
         // The local units of a hold that has ended have returned: those that were used are reported.
@@ -93,7 +93,8 @@ impl<S: SharedStore> FallbackCore<S> {
             let of = |units: u64| charge.with_cost(units);
             // Units whose debt is settled already stay in the store until they expire.
             let is_owed = !charge.quota().is_concurrency();
-            let cancelled = if is_owed { self.ledger.cancel(&of(reserved)) } else { reserved };
+            let cancelled =
+                if is_owed { self.ledger.cancel(&of(reserved), false) } else { reserved };
             let unpaid = of(used.saturating_sub(reserved - cancelled));
             if let Err(error) = self.store.decide(action, &unpaid).await {
                 let is_pending = is_store_failure(&error) && {

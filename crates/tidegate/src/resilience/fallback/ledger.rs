@@ -271,12 +271,12 @@ impl DebtLedger {
     }
 
     /// Takes units of this charge out of the debt of its key, because they are refunded, and
-    /// returns how many. A charge from before the debt has none there, and a debt that is being
-    /// settled is left alone.
-    pub(super) fn cancel(&self, charge: &Charge<'_>) -> u64 {
+    /// returns how many. A charge from before the debt has none there. A debt that is being settled
+    /// is left alone, unless the store is known to fail.
+    pub(super) fn cancel(&self, charge: &Charge<'_>, store_fails: bool) -> u64 {
         let charged_at = charge.charged_at();
         let is_owed = |debt: &Debt| {
-            !debt.claimed
+            (store_fails || !debt.claimed)
                 && (charged_at == Timestamp::ZERO || charged_at.as_micros() >= debt.requested_since)
         };
         let hash = self.hash(charge.key(), charge.policy());

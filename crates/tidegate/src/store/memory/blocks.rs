@@ -104,8 +104,8 @@ impl ChargeContext<'_> {
         BlockOfCharge { rest: block.unwrap_or(0), is_new: block.is_none() }
     }
 
-    /// Applies the action to a key whose quota has blocks. Without `starts`, or without room for
-    /// it, no block starts.
+    /// Applies the action to a key whose quota may have blocks. Without `starts`, or without room
+    /// for it, no block starts.
     pub(super) fn apply_with_block(
         self,
         table: &mut Table,
@@ -113,6 +113,9 @@ impl ChargeContext<'_> {
         starts: bool,
     ) -> Result<RawDecision, Lack> {
         let Self { store, fingerprint, now, action, .. } = self;
+        if !self.charge.quota().has_blocks() {
+            return self.apply(table, reservation);
+        }
         let lengths = self.charge.quota().block_for();
         let mut blocks = store.blocks.of_key(fingerprint);
         match action {

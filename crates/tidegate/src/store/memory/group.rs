@@ -2,7 +2,7 @@
 
 use super::capacity::{Lack, RoomReservation};
 use super::context::ChargeContext;
-use super::holds::RECORD_ENTRIES;
+use super::holds::{Counts, RECORD_ENTRIES};
 use super::shard::LockedShards;
 use super::{MemoryStore, SHARDS};
 use crate::action::Action;
@@ -63,7 +63,8 @@ impl MemoryStore {
                 let table = locked.table(fingerprint);
                 let charge_context = context(charge, fingerprint, true);
                 let (fit, is_repeated) = if EXTENDED {
-                    charge_context.fit_with_hold(table, &mut reservation)?
+                    let reservation = &mut reservation;
+                    charge_context.fit_with_hold(&mut Counts { table, reservation })?
                 } else {
                     (charge_context.fits(table), false)
                 };
@@ -117,7 +118,8 @@ impl MemoryStore {
                 let table = locked.table(fingerprint);
                 let context = context(charge, fingerprint, all_fit);
                 let decided = if EXTENDED {
-                    context.apply_with_hold(table, &mut reservation, starts_blocks)
+                    let reservation = &mut reservation;
+                    context.apply_with_hold(&mut Counts { table, reservation }, starts_blocks)
                 } else {
                     context.apply(table, &mut reservation).map(|decision| (decision, None))
                 };

@@ -71,7 +71,7 @@ impl Model {
             // Of units that stay charged, the id is known for longer than the hold.
             State::Open => {
                 let stays = hold.on_expire == OnExpire::Charge && !charge.quota().is_concurrency();
-                stays || hold.end > now && hold.is_charged()
+                stays || hold.end > now && (hold.is_charged() || hold.is_before_reset)
             }
             State::Settled { used } => used > 0,
             State::Reported | State::WasUnknown | State::Refunded => false,

@@ -371,7 +371,7 @@ local function group(header, from, to)
     local quota = new_quota(kind, limit, window, option)
     local algorithm, key = quota.algorithm, keys[from + i - 1]
     local state = load(key, quota)
-    local remaining = algorithm.remaining(state, quota)
+    local remaining = algorithm.remaining(state, quota, cost)
     if action == CHARGE_UP_TO then cost = math.min(cost, remaining) end
     local fits = cost <= remaining
     -- A peek of cost 0 checks whether the recorded units exceed the limit.
