@@ -210,10 +210,43 @@ store:
     assert_eq!(printed.matches("error: ").count(), 6, "{printed}");
     assert!(printed.contains("\n9 |     wndow"), "{printed}");
     // A part that is left out is no error of its own.
-    for valid_rest in ["policies:\n  - name: a\n    limt: 5\n", "store:\n  heartbeet: on\n"] {
+    let valid_rests =
+        ["policies:\n  - name: a\n    limt: 5\n    window: 1s\n", "store:\n  heartbeet: on\n"];
+    for valid_rest in valid_rests {
         assert_eq!(all_errors(&check(&file, valid_rest).1).len(), 1, "{valid_rest}");
     }
     assert_eq!(all_errors(&check(&file, "policies:\n  - name: [\n").1).len(), 1);
+}
+
+/// One line has several errors: the correction of each shows the next.
+#[test]
+fn check_prints_all_errors_of_a_line() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    for (text, expected) in [
+        ("policies:\n  - {name: f, key: [ip], max: 5, interval: 1m}\n", &[26, 34][..]),
+        (
+            "policies:\n  - {name: d, key: [remote_addr], limit: 5, window: 1m, algorithm: gcra, \
+             mode: dry-run}\n",
+            &[21, 68, 80],
+        ),
+        ("policies:\n  - {name: a, key: [ipp], limit: 0, window: 1x}\n", &[21, 34, 45]),
+        ("rules:\n  - {name: a, key: [ipp], limit: 5, window: 1x}\n", &[1, 21, 45]),
+        ("policies:\n  - {name: ö, limt: 5, windw: '1x'}\n", &[15, 24, 31]),
+    ] {
+        let (code, checked) = check(&file, text);
+        let errors = checked["errors"].as_array().expect("a list").iter();
+        let mut columns: Vec<u64> = errors.filter_map(|error| error["column"].as_u64()).collect();
+        columns.sort_unstable();
+        assert_eq!((code, &columns[..]), (Some(2), expected), "{checked:#}");
+    }
+    // The lines are those of the file.
+    let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["config", "check", file.to_str().expect("UTF-8")])
+        .output()
+        .expect("the binary runs");
+    let printed = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(printed.matches("\n2 |   - {name: ö, limt").count(), 3, "{printed}");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! All errors of a file: after an error, the part that has it is left out, and the rest is checked
-//! again. A part is a policy, or another section.
+//! All errors of a file: after an error, the correction takes its place, or the part that has it is
+//! left out, and the text is checked again. A part is a policy, or another section.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -12,6 +12,8 @@ use crate::yaml::ConfigError;
 
 /// Maximum number of errors of a file.
 const MAX_ERRORS: usize = 100;
+/// Values in place of wrong ones, by field.
+const STAND_INS: [(&str, &str); 3] = [("limit", "1"), ("window", "1h"), ("burst", "1")];
 
 impl Config {
     /// Validates a text, whose files are relative to `folder`, and returns all of its errors. With
@@ -26,15 +28,29 @@ impl Config {
         let mut text = text.to_owned();
         let mut errors = Vec::new();
         let mut has_unknown_field = BTreeSet::new();
+        let mut corrections: Vec<Correction> = Vec::new();
         loop {
-            let error = match Self::parse_in(folder, name, &text, is_offline) {
+            let found = match Self::parse_in(folder, name, &text, is_offline) {
                 Ok(config) if errors.is_empty() => return Ok(config),
                 Ok(_) => return Err(errors),
                 Err(error) => error,
             };
             let lines: Vec<&str> = text.lines().collect();
-            let place = error.position().map(|(line, _)| line - 1);
-            let Some(line) = place.filter(|line| *line < lines.len()) else {
+            let place = found.position().filter(|(line, _)| *line <= lines.len());
+            let correction = place
+                .filter(|(line, _)| {
+                    let is_here = found.file() == name && errors.len() + 1 < MAX_ERRORS;
+                    is_here && !lines[line - 1].contains("${")
+                })
+                .and_then(|(line, _)| Correction::of(&found, lines[line - 1]));
+            let error = Correction::undone(found, &corrections, &errors);
+            if let Some(correction) = correction {
+                text = correction.applied(&lines);
+                corrections.push(correction);
+                errors.push(error);
+                continue;
+            }
+            let Some(line) = place.map(|(line, _)| line - 1) else {
                 // After the first error, it may be about a part that was left out.
                 if errors.is_empty() {
                     errors.push(error);
@@ -70,6 +86,63 @@ impl Config {
             }
             text = rest;
         }
+    }
+}
+
+/// Correction of an error in its line, so that the errors after it are found.
+struct Correction {
+    line: usize,
+    /// Column of the wrong text, from 1, and its number of characters.
+    column: usize,
+    wrong: usize,
+    right: String,
+}
+
+impl Correction {
+    /// Returns the correction that a message suggests, or the stand-in of its field.
+    fn of(error: &ConfigError, text: &str) -> Option<Self> {
+        let (line, column) = error.position()?;
+        let at: String = text.chars().skip(column - 1).collect();
+        let message = error.message();
+        let suggested = message.rsplit_once("(did you mean `").and_then(|(before, right)| {
+            let wrong = before.split(['`', '"']).nth(1)?;
+            let right = right.strip_suffix("`?)").filter(|right| !right.contains(": "))?;
+            Some((wrong.to_owned(), right))
+        });
+        let stand_in = || {
+            let (_, right) = STAND_INS.iter().find(|(field, _)| {
+                message.strip_prefix(field).is_some_and(|it| it.starts_with(": "))
+            })?;
+            let end = at.find([',', '}', ']', '#']).unwrap_or(at.len());
+            Some((at[..end].trim_end().to_owned(), *right))
+        };
+        let (wrong, right) = suggested.or_else(stand_in)?;
+        let is_there = !wrong.is_empty() && wrong != right && at.starts_with(&wrong);
+        let wrong = wrong.chars().count();
+        is_there.then(|| Self { line, column, wrong, right: right.to_owned() })
+    }
+
+    fn applied(&self, lines: &[&str]) -> String {
+        let line = lines[self.line - 1];
+        let start = line.chars().take(self.column - 1);
+        let end = line.chars().skip(self.column - 1 + self.wrong);
+        let line: String = start.chain(self.right.chars()).chain(end).collect();
+        let mut lines = lines.to_vec();
+        lines[self.line - 1] = &line;
+        lines.join("\n")
+    }
+
+    /// Returns an error of a corrected text as that of the original.
+    fn undone(error: ConfigError, corrections: &[Self], errors: &[ConfigError]) -> ConfigError {
+        let Some((line, mut column)) = error.position() else { return error };
+        for made in corrections.iter().rev().filter(|made| made.line == line) {
+            if column > made.column {
+                let moved = column + made.wrong;
+                column = moved.saturating_sub(made.right.chars().count()).max(made.column);
+            }
+        }
+        let at_line = |other: &&ConfigError| other.position().is_some_and(|(at, _)| at == line);
+        error.moved(column, errors.iter().find(at_line))
     }
 }
 

@@ -376,6 +376,17 @@ impl ConfigError {
         self.position.as_ref().map(|position| (position.line, position.column))
     }
 
+    /// Moves the error to another column, and to the line that `other` shows.
+    pub(crate) fn moved(mut self, column: usize, other: Option<&Self>) -> Self {
+        if let Some(position) = &mut self.position {
+            position.column = column;
+            if let Some(shown) = other.and_then(|other| other.position.as_ref()) {
+                position.text.clone_from(&shown.text);
+            }
+        }
+        self
+    }
+
     /// Returns the message, without the file and the position.
     #[must_use]
     pub fn message(&self) -> &str {

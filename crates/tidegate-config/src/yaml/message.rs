@@ -13,7 +13,7 @@ const MAX_NAME: usize = 64;
 
 /// Names that other programs use, with ours; `mode: shadow` is a field with its value. Of several
 /// with one name, the first that is allowed counts.
-const SYNONYMS: [(&str, &str); 44] = [
+const SYNONYMS: [(&str, &str); 45] = [
     ("period", "window"),
     ("interval", "window"),
     ("duration", "window"),
@@ -49,6 +49,7 @@ const SYNONYMS: [(&str, &str); 44] = [
     ("log_only", "mode: shadow"),
     ("shadow", "mode: shadow"),
     ("shadow_mode", "mode: shadow"),
+    ("redis", "store"),
     ("rules", "policies"),
     ("rate_limits", "policies"),
     ("exclude", "unless"),

@@ -18,7 +18,8 @@ const STANDARD_INPUT: &str = "-";
 
 /// Validate files; exit code 0 if all are valid, 2 if not
 ///
-/// Prints all errors of each file: of a policy, the first one and its unknown fields.
+/// Prints all errors of each file. After one without a correction, the rest of its policy or section
+/// is not checked.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
