@@ -13,6 +13,8 @@ use anyhow::{Context as _, Result, ensure};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
+use crate::generator::{Protocol, Request};
+use crate::latency;
 use crate::load::wrk;
 use crate::process::{Server, free_port, own_binary};
 
@@ -75,6 +77,14 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
                 println!("{case}: {candidate}/nginx: {ratio}");
             }
         }
+    }
+    let request = |candidate: &Candidate| {
+        let bytes = format!("GET / HTTP/1.1\r\nHost: 127.0.0.1:{}\r\n\r\n", candidate.port);
+        (candidate.name, Request::new(candidate.port, Protocol::Http, bytes.into_bytes()))
+    };
+    latency::measure(plan, "gateway", &candidates.each_ref().map(request), &mut results)?;
+    for candidate in &candidates {
+        candidate.server.record_memory("memory", candidate.name, &mut results)?;
     }
     results.save()
 }

@@ -1,26 +1,24 @@
-//! gRPC clients: the messages, a single call that checks the answer, and a load generator with
-//! random keys, which `h2load` does not support.
+//! gRPC clients: the messages, a single call that checks the answer, and the frames of the load
+//! generator with random keys, which `h2load` does not support.
 
-use std::time::{Duration, Instant};
-
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use prost::Message;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
 use tonic::codegen::http::uri::PathAndQuery;
 
 use tidegate_bench::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use tidegate_bench::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
 use tidegate_bench::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 
+use crate::generator::{Answers, Protocol, Request};
+
 pub(crate) const ENVOY_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 
 /// Returns the request that Envoy sends for one user.
-pub(crate) fn envoy_request(user: &str) -> RateLimitRequest {
+pub(crate) fn envoy_request(domain: &str, user: &str) -> RateLimitRequest {
     let entry = Entry { key: "user".to_owned(), value: user.to_owned() };
     let descriptor = RateLimitDescriptor { entries: vec![entry], ..RateLimitDescriptor::default() };
     RateLimitRequest {
-        domain: "bench".to_owned(),
+        domain: domain.to_owned(),
         descriptors: vec![descriptor],
         ..RateLimitRequest::default()
     }
@@ -48,34 +46,6 @@ where
     Ok(answer.into_inner())
 }
 
-const CONNECTIONS: usize = 8;
-const STREAMS: usize = 32;
-
-/// Sends requests for random users on all connections for the given time. Returns the number of
-/// answers and the answers per second.
-pub(crate) async fn random_key_load(port: u16, turn: Duration) -> Result<(f64, f64)> {
-    let start = Instant::now();
-    let connections: Vec<_> = (0..CONNECTIONS)
-        .map(|number| tokio::spawn(Connection::run(port, start + turn, number as u64)))
-        .collect();
-    let mut answers = 0;
-    for connection in connections {
-        answers += connection.await??;
-    }
-    Ok((f64::from(answers), f64::from(answers) / start.elapsed().as_secs_f64()))
-}
-
-/// Minimal HTTP/2 client, so that the client costs little compared with the server. It sends
-/// headers without the dynamic table and ignores those of answers. The data in flight never
-/// exhausts a flow-control window.
-struct Connection {
-    head: Vec<u8>,
-    message: Vec<u8>,
-    user: usize,
-    next_stream: u32,
-    random: u64,
-}
-
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
@@ -87,100 +57,68 @@ const END_STREAM: u8 = 1;
 const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 
-/// Digits that are replaced in each request.
-const USER_PLACEHOLDER: &str = "00000000";
+/// Returns a call for the load generator, with a minimal HTTP/2, so that the client costs little
+/// compared with the server: headers are sent without the dynamic table.
+pub(crate) fn call(port: u16, path: &str, message: &[u8]) -> Request {
+    let mut bytes = Vec::new();
+    frame(&mut bytes, HEADERS, END_HEADERS, &head(port, path));
+    let data = bytes.len();
+    frame(&mut bytes, DATA, END_STREAM, message);
+    Request { streams: vec![5, data + 5], ..Request::new(port, Protocol::Grpc, bytes) }
+}
 
-impl Connection {
-    async fn run(port: u16, until: Instant, number: u64) -> Result<u32> {
-        let mut socket = TcpStream::connect(("127.0.0.1", port)).await?;
-        socket.set_nodelay(true)?;
-        let message = encode_message(&envoy_request(USER_PLACEHOLDER));
-        let user = message.len() - USER_PLACEHOLDER.len();
-        ensure!(
-            message.ends_with(USER_PLACEHOLDER.as_bytes()),
-            "the user must be at the end of the message"
-        );
-        let random = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let mut connection = Self { head: head(port), message, user, next_stream: 1, random };
+/// Appends what a client sends first. It disables push, and uses the largest windows for streams
+/// and for the connection, which the data in flight never exhausts.
+pub(crate) fn open(out: &mut Vec<u8>) {
+    out.extend_from_slice(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+    frame(out, SETTINGS, 0, &[0, 2, 0, 0, 0, 0, 0, 4, 0x7f, 0xff, 0xff, 0xff]);
+    frame(out, WINDOW_UPDATE, 0, &(0x7fff_ffff_u32 - 65_535).to_be_bytes());
+}
 
-        let mut out = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-        // Disable push, and use the largest windows for streams and for the connection.
-        frame(&mut out, SETTINGS, 0, 0, &[0, 2, 0, 0, 0, 0, 0, 4, 0x7f, 0xff, 0xff, 0xff]);
-        frame(&mut out, WINDOW_UPDATE, 0, 0, &(0x7fff_ffff_u32 - 65_535).to_be_bytes());
-        for _ in 0..STREAMS {
-            connection.push_request(&mut out);
-        }
-        let (mut answers, mut messages, mut input) = (0, 0, Vec::with_capacity(65_536));
-        while Instant::now() < until {
-            socket.write_all(&out).await?;
-            out.clear();
-            if socket.read_buf(&mut input).await? == 0 {
-                bail!("the server closed the connection");
+/// Takes the complete frames, whose headers are ignored, and appends their acknowledgements.
+pub(crate) fn read_answers(input: &mut Vec<u8>, out: &mut Vec<u8>) -> Result<Answers> {
+    let (mut answers, mut rest) = (Answers::default(), input.as_slice());
+    while let Some((kind, flags, payload, after)) = parse_frame(rest) {
+        rest = after;
+        match kind {
+            // In the answers of both services, field 1 is 1 if the request is allowed.
+            DATA => {
+                answers.messages += 1;
+                answers.allowed += u64::from(payload.get(5..7) == Some(&[8, 1]));
             }
-            let mut rest = input.as_slice();
-            while let Some((kind, flags, payload, after)) = parse_frame(rest) {
-                rest = after;
-                match kind {
-                    // An error has headers only.
-                    DATA => messages += 1,
-                    HEADERS if flags & END_STREAM != 0 => {
-                        answers += 1;
-                        connection.push_request(&mut out);
-                    }
-                    SETTINGS | PING if flags & ACK == 0 => {
-                        let echo = if kind == PING { payload } else { &[] };
-                        frame(&mut out, kind, ACK, 0, echo);
-                    }
-                    RST_STREAM | GOAWAY => {
-                        bail!("the server rejected a request: frame {kind}, {payload:?}")
-                    }
-                    _ => {}
-                }
+            HEADERS if flags & END_STREAM != 0 => answers.count += 1,
+            SETTINGS | PING if flags & ACK == 0 => {
+                frame(out, kind, ACK, if kind == PING { payload } else { &[] });
             }
-            let parsed = input.len() - rest.len();
-            input.drain(..parsed);
+            RST_STREAM | GOAWAY => bail!("the server rejected a request: {kind}, {payload:?}"),
+            _ => {}
         }
-        ensure!(messages >= answers, "{} of {answers} calls failed", answers - messages);
-        Ok(answers)
     }
-
-    /// Appends a call for a random user.
-    fn push_request(&mut self, out: &mut Vec<u8>) {
-        self.random = self
-            .random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        let mut number = (self.random >> 33) % 1_000_000;
-        for digit in self.message[self.user..].iter_mut().rev() {
-            *digit = b'0' + u8::try_from(number % 10).unwrap_or_default();
-            number /= 10;
-        }
-        frame(out, HEADERS, END_HEADERS, self.next_stream, &self.head);
-        frame(out, DATA, END_STREAM, self.next_stream, &self.message);
-        self.next_stream += 2;
-    }
+    let parsed = input.len() - rest.len();
+    input.drain(..parsed);
+    Ok(answers)
 }
 
 /// Returns the encoded headers of a call: two from the static table, the others as literals.
-fn head(port: u16) -> Vec<u8> {
+fn head(port: u16, path: &str) -> Vec<u8> {
     let mut head = vec![0x83, 0x86];
     let mut literal = |name: &[u8], value: &str| {
         head.extend_from_slice(name);
         head.push(u8::try_from(value.len()).unwrap_or_default());
         head.extend_from_slice(value.as_bytes());
     };
-    literal(&[0x04], ENVOY_PATH);
+    literal(&[0x04], path);
     literal(&[0x01], &format!("127.0.0.1:{port}"));
     literal(&[0x0f, 0x10], "application/grpc");
     literal(b"\x00\x02te", "trailers");
     head
 }
 
-fn frame(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+/// Appends a frame of the connection, or of a stream whose number is written later.
+fn frame(out: &mut Vec<u8>, kind: u8, flags: u8, payload: &[u8]) {
     let length = u32::try_from(payload.len()).unwrap_or_default().to_be_bytes();
     out.extend_from_slice(&length[1..]);
-    out.extend_from_slice(&[kind, flags]);
-    out.extend_from_slice(&stream.to_be_bytes());
+    out.extend_from_slice(&[kind, flags, 0, 0, 0, 0]);
     out.extend_from_slice(payload);
 }
 

@@ -1,13 +1,12 @@
-//! Load generators: `wrk` for HTTP, `h2load` for gRPC, and `tidegate bench` for latency at a rate.
+//! Load generators for throughput: `wrk` for HTTP, and `h2load` for gRPC.
 
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
 
-use crate::process::{Server, own_binary, run_tool};
+use crate::process::{Server, run_tool};
 
 /// Throughput and CPU time of a server under load.
 #[derive(Debug, Clone, Copy)]
@@ -85,32 +84,4 @@ pub(crate) fn h2load(
         ensure!(succeeded >= done - 8.0 * 32.0, "h2load had failures: {text}");
         Ok((succeeded, per_second.context("h2load printed no rate")?))
     })
-}
-
-/// Latency at a fixed rate, measured from the due times of the requests.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct OpenLoopLatency {
-    pub(crate) p50_micros: f64,
-    pub(crate) p99_micros: f64,
-}
-
-impl OpenLoopLatency {
-    /// Runs `tidegate bench` with these flags of a target, and random arrivals and keys.
-    pub(crate) fn measure(target: &[&str], rate: u32, duration: Duration) -> Result<Self> {
-        let duration = format!("{}s", duration.as_secs());
-        let mut command = Command::new(own_binary("tidegate")?);
-        command.arg("bench").args(target).args(["--rate", &rate.to_string()]);
-        command.args(["--arrivals", "poisson", "--keys", "1000000", "--duration", &duration]);
-        let text = run_tool(command.arg("--json"))?;
-        let report: Value = serde_json::from_str(&text).context("tidegate bench --json")?;
-        let is_zero = |value: &Value| value.as_u64() == Some(0);
-        ensure!(
-            is_zero(&report["failed"]) && is_zero(&report["loop"]["not_sent"]),
-            "tidegate bench had failures: {text}"
-        );
-        let latency = |name: &str| {
-            report["latency_us"][name].as_f64().with_context(|| format!("no {name}: {text}"))
-        };
-        Ok(Self { p50_micros: latency("p50")?, p99_micros: latency("p99")? })
-    }
 }

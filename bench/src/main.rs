@@ -5,25 +5,30 @@ use std::process::Command;
 use anyhow::{Result, bail, ensure};
 use tidegate_bench::plan::Plan;
 
+mod attack;
 mod gateway;
+mod generator;
 mod grpc;
 mod http;
+mod latency;
 mod load;
 mod process;
 mod redis;
 mod report;
 mod resp;
+mod servers;
 mod service;
 
 /// The allocator of the service, so that callers of the library on Redis use the same one.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const SUITES: [&str; 11] = [
+const SUITES: [&str; 12] = [
     "in-process",
     "http",
     "gateway",
     "resp",
+    "attack",
     "scripts",
     "redis",
     "fleet",
@@ -49,6 +54,7 @@ fn main() -> Result<()> {
             "gateway" => gateway::run(plan)?,
             "http" => http::run(plan)?,
             "resp" => resp::run(plan)?,
+            "attack" => attack::run(plan)?,
             "scripts" => redis::scripts::run(plan)?,
             "redis" => redis::decisions::run(plan)?,
             "fleet" => redis::fleet::run(plan)?,

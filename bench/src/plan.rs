@@ -53,6 +53,15 @@ impl Plan {
         }
     }
 
+    /// Returns the number of keys that an attacker uses.
+    #[must_use]
+    pub fn attacked_keys(self) -> u64 {
+        match self {
+            Self::Full => 1_000_000,
+            Self::Quick => 50_000,
+        }
+    }
+
     /// Returns the duration of a turn of the in-process suite, which needs no time to start.
     #[must_use]
     pub fn in_process_turn(self) -> Duration {

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use tidegate_bench::results::root;
+use tidegate_bench::results::{Results, root};
 
 /// A child process that is ended on drop.
 pub(crate) struct Server {
@@ -40,6 +40,28 @@ impl Server {
     pub(crate) fn cpu_seconds(&self) -> Result<f64> {
         let id = self.child.id().to_string();
         cpu_seconds(&id).with_context(|| format!("{} is not running", self.name))
+    }
+
+    /// Records the resident memory of the process and of its workers, now and at most.
+    pub(crate) fn record_memory(
+        &self,
+        case: &str,
+        name: &str,
+        results: &mut Results,
+    ) -> Result<()> {
+        let id = self.child.id();
+        let workers = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
+        for (metric, field) in [("resident_mb", "VmRSS:"), ("peak_mb", "VmHWM:")] {
+            let mut kilobytes = 0.0;
+            for process in workers.split_whitespace().chain([id.to_string().as_str()]) {
+                let status = std::fs::read_to_string(format!("/proc/{process}/status"))?;
+                let line = status.lines().find_map(|line| line.strip_prefix(field));
+                let number = line.and_then(|line| line.split_whitespace().next());
+                kilobytes += number.context("a line of /proc/PID/status")?.parse::<f64>()?;
+            }
+            results.add(case, name, metric, kilobytes / 1024.0);
+        }
+        Ok(())
     }
 }
 

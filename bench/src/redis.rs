@@ -13,7 +13,6 @@ pub(crate) mod callers;
 pub(crate) mod cluster;
 pub(crate) mod decisions;
 pub(crate) mod fleet;
-pub(crate) mod load;
 pub(crate) mod logs;
 pub(crate) mod lone;
 pub(crate) mod naive;

@@ -7,11 +7,13 @@ use tidegate_bench::results::{Results, root};
 
 use self::chart::Chart;
 
+mod attack;
 mod chart;
 mod environment;
 mod gateway;
 mod goals;
 mod in_process;
+mod latency;
 mod naive;
 mod network;
 mod redis;
@@ -25,6 +27,7 @@ struct SuiteResults {
     http: Option<Results>,
     gateway: Option<Results>,
     resp: Option<Results>,
+    attack: Option<Results>,
     scripts: Option<Results>,
     redis: Option<Results>,
     fleet: Option<Results>,
@@ -91,6 +94,7 @@ pub(crate) fn run() -> Result<()> {
         http: Results::load("http")?,
         gateway: Results::load("gateway")?,
         resp: Results::load("resp")?,
+        attack: Results::load("attack")?,
         scripts: Results::load("scripts")?,
         redis: Results::load("redis")?,
         fleet: Results::load("fleet")?,
@@ -110,8 +114,8 @@ pub(crate) fn run() -> Result<()> {
     page.paragraph(
         "`make bench-http` runs only the suite of the service on memory, `make bench-redis` only \
          those of decisions on Redis. `bench/target/release/tidegate-bench` runs all suites, or \
-         those that are named: `in-process`, `http`, `gateway`, `resp`, `scripts`, `redis`, `fleet`, \
-         `cluster`, `service` and `logs`; `report` writes this page from their last results. With \
+         those that are named: `in-process`, `http`, `gateway`, `resp`, `attack`, `scripts`, `redis`, \
+         `fleet`, `cluster`, `service` and `logs`; `report` writes this page from their last results. With \
          `BENCH=quick` all are shorter.",
     );
     environment::write(&mut page, &suites)?;
@@ -122,6 +126,8 @@ pub(crate) fn run() -> Result<()> {
     resp::write(&mut page, &suites);
     naive::write(&mut page, &suites);
     redis::write(&mut page, &suites);
+    latency::write(&mut page, &suites);
+    attack::write(&mut page, &suites);
     // `make bench-python` writes the whole section.
     if let Ok(section) = std::fs::read_to_string(root().join("bench/target/results/python.md")) {
         page.heading("Python");

@@ -2,24 +2,22 @@
 //! the service with the memory store, a no-op server, Redis with a naive script and with
 //! Tidegate's, and throttlecrab-server.
 
-use std::fs;
-use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tidegate::Quota;
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
-use tokio::runtime::Runtime;
 
+use crate::generator::{Load, Protocol, Request, USER, Users};
+use crate::latency;
 use crate::load::Throughput;
-use crate::process::{Server, free_port, own_binary, peer_binary, run_tool};
+use crate::process::{Server, free_port, own_binary, run_tool};
 use crate::redis::Redis;
 use crate::redis::call::CallTemplate;
-use crate::redis::load::{ScriptLoad, Users};
 use crate::redis::naive::Structure;
+use crate::servers::{self, Limit, ON_MEMORY};
 
 /// Commands that a client sends before it reads the answers.
 pub(crate) const PIPELINES: [u32; 3] = [1, 16, 64];
@@ -29,20 +27,20 @@ const WARM_UP_REQUESTS: f64 = 20_000.0;
 struct Candidate {
     name: &'static str,
     server: Server,
-    port: u16,
-    load: Load,
+    generator: Generator,
+    request: Request,
 }
 
 /// Generator of the load.
-enum Load {
+enum Generator {
     /// `redis-benchmark` with this command.
     Tool(Vec<String>),
     /// That of the scripts suite: `redis-benchmark` cannot send arguments that are not text.
-    Own(Runtime, Arc<CallTemplate>),
+    Own,
 }
 
-/// `redis-benchmark` writes a random number in its place.
-const RANDOM: &[u8; 12] = b"__rand_int__";
+/// `redis-benchmark` writes a random number in its place. It is as long as [`USER`].
+const RANDOM: &str = "__rand_int__";
 const CONNECTIONS: usize = 50;
 const KEYS: u64 = 100_000;
 const LIMIT: u64 = 1_000_000_000;
@@ -50,11 +48,13 @@ const WINDOW: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(plan: Plan) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let mut candidates = vec![tidegate(folder.path())?, no_op()?, naive_script()?, own_script()?];
-    match peer_binary("throttlecrab-server") {
-        Some(binary) => candidates.push(throttlecrab(&binary)?),
-        None => println!("skipping throttlecrab-server: not installed (make bench-tools)"),
-    }
+    let mut candidates = vec![
+        Candidate::of(servers::tidegate(folder.path(), ON_MEMORY)?)?,
+        no_op()?,
+        naive_script()?,
+        own_script()?,
+    ];
+    candidates.extend(servers::throttlecrab()?.map(Candidate::of).transpose()?);
     let mut results = Results::new("resp", plan);
     for pipeline in PIPELINES {
         let case = format!("pipeline/{pipeline}");
@@ -84,31 +84,47 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
             }
         }
     }
+    let requests: Vec<_> =
+        candidates.iter().map(|candidate| (candidate.name, candidate.request.clone())).collect();
+    latency::measure(plan, "resp", &requests, &mut results)?;
+    for candidate in &candidates {
+        candidate.server.record_memory("memory", candidate.name, &mut results)?;
+    }
     results.save()
 }
 
 impl Candidate {
+    /// Sends its command by `redis-benchmark`.
+    fn of(one: servers::Candidate) -> Result<Self> {
+        let request = one.request(Protocol::Resp, Limit::Free).context("no Redis protocol")?;
+        let words = one.resp(Limit::Free).into_iter().map(|word| word.replace(USER, RANDOM));
+        Ok(Self {
+            name: one.name,
+            generator: Generator::Tool(words.collect()),
+            server: one.server,
+            request,
+        })
+    }
+
     /// Sends requests over 50 connections, with random keys of a hundred thousand.
     fn load(&self, pipeline: u32, requests: f64) -> Result<Throughput> {
-        let command = match &self.load {
-            Load::Tool(command) => command,
-            Load::Own(runtime, call) => {
+        let command = match &self.generator {
+            Generator::Tool(command) => command,
+            Generator::Own => {
                 #[expect(
                     clippy::cast_possible_truncation,
                     clippy::cast_sign_loss,
                     reason = "small"
                 )]
-                let (pipeline, calls) = (pipeline as usize, requests as u64);
+                let load = Load::pipelined(pipeline.into(), Users::Random(KEYS), requests as u64);
                 return Throughput::measure(&self.server, || {
-                    let load = ScriptLoad { connections: CONNECTIONS, pipeline, calls };
-                    let sent = load.run(self.port, call, Users::Random(KEYS));
-                    Ok((requests, runtime.block_on(sent)?))
+                    Ok((requests, load.run(&self.request)?.per_second))
                 });
             }
         };
         Throughput::measure(&self.server, || {
             let mut tool = Command::new("redis-benchmark");
-            tool.args(["-p", &self.port.to_string(), "-n", &format!("{requests:.0}")]);
+            tool.args(["-p", &self.request.port.to_string(), "-n", &format!("{requests:.0}")]);
             tool.args(["-P", &pipeline.to_string(), "-c", &CONNECTIONS.to_string()]);
             tool.args(["-r", &KEYS.to_string(), "-q"]);
             let text = run_tool(tool.args(command))?;
@@ -123,45 +139,22 @@ impl Candidate {
     }
 }
 
-fn words(words: &[&str]) -> Vec<String> {
-    words.iter().map(|&word| word.to_owned()).collect()
-}
-
-fn tidegate(folder: &Path) -> Result<Candidate> {
-    let (http, grpc, admin, port) = (free_port()?, free_port()?, free_port()?, free_port()?);
-    let config = folder.join("tidegate.yaml");
-    fs::write(
-        &config,
-        format!(
-            "listen: {{http: '127.0.0.1:{http}', grpc: '127.0.0.1:{grpc}', \
-             admin: '127.0.0.1:{admin}', resp: '127.0.0.1:{port}'}}\n\
-             policies:\n  - {{name: p, algorithm: token-bucket, limit: 1000000000, window: 1s}}\n"
-        ),
-    )?;
-    let mut command = Command::new(own_binary("tidegate")?);
-    let server =
-        Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[port])?;
-    let command = words(&["TG.ACQUIRE", "p", "user:__rand_int__"]);
-    Ok(Candidate { name: "tidegate", server, port, load: Load::Tool(command) })
-}
-
 /// The no-op server gets the same commands as Tidegate.
 fn no_op() -> Result<Candidate> {
     let port = free_port()?;
     let mut command = Command::new(own_binary("no_op_resp")?);
     let server = Server::start("no-op", command.arg(format!("127.0.0.1:{port}")), &[port])?;
-    let command = words(&["TG.ACQUIRE", "p", "user:__rand_int__"]);
-    Ok(Candidate { name: "no-op", server, port, load: Load::Tool(command) })
+    let (http, grpc, resp) = (None, None, Some(port));
+    Candidate::of(servers::Candidate { name: "no-op", server, http, grpc, resp })
 }
 
 fn naive_script() -> Result<Candidate> {
     let redis = Redis::start()?;
-    let set = "user";
-    let call = CallTemplate::naive(&redis, Structure::TokenBucket, set, LIMIT, WINDOW)?;
+    let call = CallTemplate::naive(&redis, Structure::TokenBucket, "user", LIMIT, WINDOW)?;
     let words = call.words_with(RANDOM).into_iter().map(String::from_utf8);
-    let command = words.collect::<Result<Vec<_>, _>>()?;
-    let (port, server) = (redis.port(), redis.into_server());
-    Ok(Candidate { name: "Redis, naive script", server, port, load: Load::Tool(command) })
+    let generator = Generator::Tool(words.collect::<Result<Vec<_>, _>>()?);
+    let request = call.request(redis.port());
+    Ok(Candidate { name: "Redis, naive script", server: redis.into_server(), generator, request })
 }
 
 /// Tidegate's own script, called as the library calls it for one decision.
@@ -169,17 +162,7 @@ fn own_script() -> Result<Candidate> {
     let redis = Redis::start()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let quota = Quota::token_bucket(LIMIT, WINDOW)?;
-    let call = Arc::new(CallTemplate::record(&redis, &runtime, &quota, "user", 1)?);
-    let (port, server) = (redis.port(), redis.into_server());
-    Ok(Candidate { name: "Redis, own script", server, port, load: Load::Own(runtime, call) })
-}
-
-fn throttlecrab(binary: &Path) -> Result<Candidate> {
-    let port = free_port()?;
-    let mut command = Command::new(binary);
-    command.args(["--redis", "--redis-host", "127.0.0.1", "--redis-port", &port.to_string()]);
-    command.args(["--log-level", "error"]);
-    let server = Server::start("throttlecrab-server", &mut command, &[port])?;
-    let command = words(&["THROTTLE", "user:__rand_int__", "1000000000", "1000000000", "1"]);
-    Ok(Candidate { name: "throttlecrab", server, port, load: Load::Tool(command) })
+    let call = CallTemplate::record(&redis, &runtime, &quota, "user", 1)?;
+    let (request, server) = (call.request(redis.port()), redis.into_server());
+    Ok(Candidate { name: "Redis, own script", server, generator: Generator::Own, request })
 }

@@ -11,7 +11,8 @@ use tidegate::{Charge, Limiter, Quota, RedisStore};
 use tokio::runtime::Runtime;
 
 use super::Redis;
-use super::naive::Structure;
+use super::naive::{Published, Structure};
+use crate::generator::{Protocol, Request};
 
 /// Words of a call, with the places of the users' numbers.
 pub(crate) struct CallTemplate {
@@ -21,6 +22,7 @@ pub(crate) struct CallTemplate {
     /// The call as it is sent, and the offset of each user's number in it.
     encoded: Vec<u8>,
     in_encoded: Vec<usize>,
+    keys_per_decision: usize,
 }
 
 /// `EVALSHA hash number-of-keys key …`
@@ -57,7 +59,7 @@ impl CallTemplate {
             encoded.extend_from_slice(word);
             encoded.extend_from_slice(b"\r\n");
         }
-        Ok(Self { words, in_key, encoded, in_encoded })
+        Ok(Self { words, in_key, encoded, in_encoded, keys_per_decision: 1 })
     }
 
     /// Creates the call of a naive script.
@@ -73,6 +75,24 @@ impl CallTemplate {
         let (limit, window) = (limit.to_string(), window.as_micros().to_string());
         let words = ["EVALSHA", &hash, "1", &key, &limit, &window];
         Self::new(words.map(|word| word.as_bytes().to_vec()).into(), set)
+    }
+
+    /// Creates the call of a published algorithm.
+    pub(crate) fn published(
+        redis: &Redis,
+        published: &Published,
+        set: &str,
+        limit: u64,
+        window: Duration,
+    ) -> Result<Self> {
+        let mut load = ::redis::cmd("SCRIPT");
+        let hash: String =
+            load.arg("LOAD").arg(published.script).query(&mut redis.connection()?)?;
+        let keys = published.keys.iter().map(|key| format!("{key}:{}", user_name(set, 0)));
+        let words = ["EVALSHA".to_owned(), hash, published.keys.len().to_string()].into_iter();
+        let words = words.chain(keys).chain((published.arguments)(limit, window));
+        let call = Self::new(words.map(String::into_bytes).collect(), set)?;
+        Ok(Self { keys_per_decision: published.keys.len(), ..call })
     }
 
     /// Records the largest call that the library sends when this number of callers start at once.
@@ -113,26 +133,31 @@ impl CallTemplate {
 
     /// Returns the words of a call with one key, in which a placeholder of twelve characters is in
     /// place of the user's number.
-    pub(crate) fn words_with(&self, placeholder: &[u8; DIGITS]) -> Vec<Vec<u8>> {
+    pub(crate) fn words_with(&self, placeholder: &str) -> Vec<Vec<u8>> {
         let mut words = self.words.clone();
         for (key, &number) in words[FIRST_KEY..].iter_mut().zip(&self.in_key) {
-            key[number..number + DIGITS].copy_from_slice(placeholder);
+            key[number..number + DIGITS].copy_from_slice(placeholder.as_bytes());
         }
         words
     }
 
     /// Returns the number of decisions of a call.
     pub(crate) fn decisions(&self) -> usize {
-        self.in_key.len()
+        self.in_key.len() / self.keys_per_decision
     }
 
-    /// Appends the call for other users.
-    pub(crate) fn encode(&self, out: &mut Vec<u8>, mut next_user: impl FnMut() -> u64) {
-        let start = out.len();
-        out.extend_from_slice(&self.encoded);
-        for number in &self.in_encoded {
-            write_digits(&mut out[start + number..start + number + DIGITS], next_user());
-        }
+    /// Returns the keys of a call for a user.
+    pub(crate) fn keys(&self, user: u64) -> Vec<Vec<u8>> {
+        let mut digits = [0; DIGITS];
+        write_digits(&mut digits, user);
+        let words = self.words_with(std::str::from_utf8(&digits).unwrap_or_default());
+        words[FIRST_KEY..FIRST_KEY + self.in_key.len()].to_vec()
+    }
+
+    /// Returns the call as a request of the load generator.
+    pub(crate) fn request(&self, port: u16) -> Request {
+        let (users, same_users) = (self.in_encoded.clone(), self.keys_per_decision);
+        Request { users, same_users, ..Request::new(port, Protocol::Resp, self.encoded.clone()) }
     }
 
     /// Returns the call for other users as a command of the Redis client.
@@ -152,7 +177,7 @@ impl CallTemplate {
     }
 }
 
-fn write_digits(digits: &mut [u8], mut number: u64) {
+pub(crate) fn write_digits(digits: &mut [u8], mut number: u64) {
     for digit in digits.iter_mut().rev() {
         *digit = b'0' + u8::try_from(number % 10).unwrap_or_default();
         number /= 10;
@@ -235,7 +260,7 @@ mod tests {
         let call = call.expect("a call");
         assert_eq!(call.decisions(), 2);
         let (mut bytes, mut next) = (Vec::new(), 40);
-        call.encode(&mut bytes, || {
+        call.request(0).push(&mut bytes, 0, || {
             next += 1;
             next
         });

@@ -1,7 +1,6 @@
 //! Decisions per second on one Redis: through the library with a growing number of callers,
 //! compared with the maximum rate of Redis with the naive script.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -14,9 +13,9 @@ use tokio::runtime::Runtime;
 use super::Redis;
 use super::call::CallTemplate;
 use super::callers::{self, CallerKeys, CallersResult};
-use super::load::{ScriptLoad, Users};
 use super::lone::LoneCaller;
 use super::naive::Structure;
+use crate::generator::{Load, Users};
 
 /// Keys, number of concurrent callers and outcome.
 #[derive(Clone, Copy)]
@@ -100,16 +99,16 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
     let redis = Redis::start()?;
     // The callers use one core, and Redis uses the other.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let naive =
-        CallTemplate::naive(&redis, Structure::LogPacked, "user", LIMIT, WINDOW).map(Arc::new)?;
+    let naive = CallTemplate::naive(&redis, Structure::LogPacked, "user", LIMIT, WINDOW)?;
+    let naive = naive.request(redis.port());
     let send_naive = |calls: f64| {
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
             reason = "a number of calls is positive and small"
         )]
-        let load = ScriptLoad { connections: 50, pipeline: 16, calls: calls as u64 };
-        runtime.block_on(load.run(redis.port(), &naive, Users::Random(RANDOM_KEYS)))
+        let load = Load::pipelined(16, Users::Random(RANDOM_KEYS), calls as u64);
+        Ok::<_, anyhow::Error>(load.run(&naive)?.per_second)
     };
     let mut lone_caller = LoneCaller::connect(&redis, &runtime, &quota(CASES[0])?)?;
     let mut results = Results::new("redis", plan);

@@ -1,5 +1,6 @@
 //! Naive scripts: what a team would write itself, one script per algorithm and one decision per
-//! call. Each is compared with the same algorithm and encoding of Tidegate.
+//! call. Each is compared with the same algorithm and encoding of Tidegate, and with scripts of our
+//! own for the algorithms that other libraries document.
 
 use std::time::Duration;
 
@@ -18,6 +19,41 @@ pub(crate) enum Structure {
     TokenBucket,
     LeakyBucket,
 }
+
+/// A script of our own for an algorithm as another library documents it.
+pub(crate) struct Published {
+    pub(crate) library: &'static str,
+    pub(crate) script: &'static str,
+    /// Start of each key.
+    pub(crate) keys: &'static [&'static str],
+    /// Returns the arguments for a limit and a window.
+    pub(crate) arguments: fn(u64, Duration) -> Vec<String>,
+}
+
+/// Of `@upstash/ratelimit`. The client sends its time, here always the same.
+const TWO_WINDOWS: Published = Published {
+    library: "@upstash/ratelimit",
+    script: include_str!("published/two_windows.lua"),
+    keys: &["current", "previous"],
+    arguments: |limit, window| {
+        vec![limit.to_string(), "1700000000000".to_owned(), window.as_millis().to_string()]
+    },
+};
+const GCRA: Published = Published {
+    library: "redis_rate",
+    script: include_str!("published/gcra.lua"),
+    keys: &["gcra"],
+    arguments: |limit, window| {
+        vec![limit.to_string(), limit.to_string(), window.as_secs().to_string()]
+    },
+};
+/// The client compares the count with the limit.
+const COUNTER: Published = Published {
+    library: "rate-limiter-flexible",
+    script: include_str!("published/counter.lua"),
+    keys: &["counter"],
+    arguments: |_, window| vec!["1".to_owned(), window.as_secs().to_string()],
+};
 
 impl Structure {
     pub(crate) const ALL: [Self; 7] = [
@@ -74,6 +110,16 @@ impl Structure {
             Self::FixedWindow => include_str!("naive/fixed_window.lua"),
             Self::TokenBucket => include_str!("naive/token_bucket.lua"),
             Self::LeakyBucket => include_str!("naive/leaky_bucket.lua"),
+        }
+    }
+
+    /// Returns the best known algorithm of this kind.
+    pub(crate) fn published(self) -> Option<&'static Published> {
+        match self {
+            Self::CounterHash | Self::CounterPacked => Some(&TWO_WINDOWS),
+            Self::FixedWindow => Some(&COUNTER),
+            Self::TokenBucket => Some(&GCRA),
+            Self::LogSortedSet | Self::LogPacked | Self::LeakyBucket => None,
         }
     }
 

@@ -1,134 +1,247 @@
 //! Cost of a decision in Redis, for each algorithm and encoding: the naive script, and the calls
-//! that the library sends for one decision and for several. All are sent by the same generator.
+//! that the library sends for one decision and for several, and the best known algorithm. All are
+//! sent by the same generator.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use ::redis::Value;
 use anyhow::{Result, ensure};
-use tidegate::{Charge, Limiter, Quota, RedisStore};
+use tidegate::{Charge, Limiter, RedisStore};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 use tokio::runtime::Runtime;
 
 use super::Redis;
 use super::call::{CallTemplate, user_name};
-use super::load::{ScriptLoad, Users};
 use super::naive::Structure;
+use crate::generator::{Load, Users};
+use crate::latency;
 
 /// A script and how it is called.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Contestant {
-    pub(crate) name: &'static str,
+struct Contestant {
+    name: &'static str,
     /// Name of its set of users. Each contestant has its own, so that their logs grow equally.
     set: &'static str,
-    /// Number of decisions per call of the library; `None` for the naive script.
-    per_call: Option<u64>,
-    pipeline: usize,
+    script: Script,
+    pipeline: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Script {
+    Naive,
+    /// That of an algorithm that another library documents, if there is one of this kind.
+    Published,
+    /// Tidegate's, with this number of decisions per call.
+    Ours(u64),
 }
 
 pub(crate) const NAIVE_ONE: &str = "naive script, P = 1";
 pub(crate) const NAIVE: &str = "naive script, P = 16";
+pub(crate) const PUBLISHED: &str = "published algorithm, P = 16";
 pub(crate) const OURS_ONE: &str = "tidegate, 1 per call, P = 1";
 pub(crate) const OURS: &str = "tidegate, 1 per call, P = 16";
 pub(crate) const OURS_16: &str = "tidegate, 16 per call";
 pub(crate) const OURS_64: &str = "tidegate, 64 per call";
 
-const CONTESTANTS: [Contestant; 6] = [
-    Contestant { name: NAIVE_ONE, set: "a", per_call: None, pipeline: 1 },
-    Contestant { name: OURS_ONE, set: "b", per_call: Some(1), pipeline: 1 },
-    Contestant { name: NAIVE, set: "c", per_call: None, pipeline: 16 },
-    Contestant { name: OURS, set: "d", per_call: Some(1), pipeline: 16 },
-    Contestant { name: OURS_16, set: "e", per_call: Some(16), pipeline: 1 },
-    Contestant { name: OURS_64, set: "f", per_call: Some(64), pipeline: 1 },
+const CONTESTANTS: [Contestant; 7] = [
+    Contestant { name: NAIVE_ONE, set: "a", script: Script::Naive, pipeline: 1 },
+    Contestant { name: OURS_ONE, set: "b", script: Script::Ours(1), pipeline: 1 },
+    Contestant { name: NAIVE, set: "c", script: Script::Naive, pipeline: 16 },
+    Contestant { name: OURS, set: "d", script: Script::Ours(1), pipeline: 16 },
+    Contestant { name: OURS_16, set: "e", script: Script::Ours(16), pipeline: 1 },
+    Contestant { name: OURS_64, set: "f", script: Script::Ours(64), pipeline: 1 },
+    Contestant { name: PUBLISHED, set: "like", script: Script::Published, pipeline: 16 },
 ];
+/// Those with one decision per call, which are also measured when they deny, and below saturation.
+pub(crate) const SINGLE: [&str; 3] = [NAIVE, PUBLISHED, OURS];
 
-const CONNECTIONS: usize = 50;
 /// Large enough that nothing is denied.
 const LIMIT: u64 = 100;
+/// Of users all of whose requests are denied after these. The recorded call takes two.
+const DENIED_LIMIT: u64 = 2;
 /// Long enough that nothing expires during the suite.
 const WINDOW: Duration = Duration::from_secs(86_400);
+
+/// Returns the case in which all requests are denied.
+pub(crate) fn denied_case(structure: Structure, keys: &str) -> String {
+    format!("{}/denied/{keys}", structure.name())
+}
+
+/// Returns the name of a contestant of [`SINGLE`] on the page, without its pipeline.
+pub(crate) fn shown(structure: Structure, name: &str) -> String {
+    match (name, structure.published()) {
+        (PUBLISHED, Some(published)) => format!("script of ours after {}", published.library),
+        _ => name.split(',').next().unwrap_or_default().to_owned(),
+    }
+}
+
+/// A suite that runs, and the structure whose turn it is.
+struct Run<'a> {
+    plan: Plan,
+    redis: &'a Redis,
+    runtime: &'a Runtime,
+    structure: Structure,
+    users: u64,
+    decisions: u64,
+    results: &'a mut Results,
+}
+
+type Call = (Contestant, Arc<CallTemplate>);
 
 pub(crate) fn run(plan: Plan) -> Result<()> {
     let redis = Redis::start()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut results = Results::new("scripts", plan);
+    let (users, decisions) = plan.script_users_and_decisions();
     for structure in Structure::ALL {
-        match structure.quota(LIMIT, WINDOW) {
-            Ok(quota) => run_structure(plan, &redis, &runtime, structure, &quota, &mut results)?,
-            Err(error) => println!("skipping {}: {error}", structure.name()),
-        }
+        let (redis, runtime, results) = (&redis, &runtime, &mut results);
+        Run { plan, redis, runtime, structure, users, decisions, results }.run()?;
     }
     results.save()
 }
 
-fn run_structure(
-    plan: Plan,
-    redis: &Redis,
-    runtime: &Runtime,
-    structure: Structure,
-    quota: &Quota,
-    results: &mut Results,
-) -> Result<()> {
-    let case = structure.name();
-    let (users, decisions_per_turn) = plan.script_users_and_decisions();
-    ::redis::cmd("FLUSHALL").exec(&mut redis.connection()?)?;
-    let call = |contestant: &Contestant| {
-        let call = match contestant.per_call {
-            Some(callers) => CallTemplate::record(redis, runtime, quota, contestant.set, callers)?,
-            None => CallTemplate::naive(redis, structure, contestant.set, LIMIT, WINDOW)?,
-        };
-        anyhow::Ok(Arc::new(call))
-    };
-    let calls = CONTESTANTS.iter().map(call).collect::<Result<Vec<_>>>()?;
-    let send = |call: &Arc<CallTemplate>, pipeline, decisions, users| {
+impl Run<'_> {
+    fn run(&mut self) -> Result<()> {
+        let case = self.structure.name();
+        ::redis::cmd("FLUSHALL").exec(&mut self.redis.connection()?)?;
+        let calls = self.calls(LIMIT, &CONTESTANTS, "")?;
+        // All keys exist before the first round, so that no round creates more than another.
+        for (contestant, call) in &calls {
+            self.send(call, 16, self.users, Users::InOrder)?;
+            let bytes = self.bytes(call)?;
+            self.results.add(case, contestant.name, "redis_bytes", bytes);
+        }
+        self.turns(case, &calls, Users::Random(self.users))?;
+        self.check_recorded_calls(&calls, "", LIMIT)?;
+        if self.structure.published().is_some() {
+            let single = calls.iter().filter(|(one, _)| SINGLE.contains(&one.name));
+            let request = |(one, call): &Call| {
+                (shown(self.structure, one.name), call.request(self.redis.port()))
+            };
+            let requests: Vec<_> = single.map(request).collect();
+            latency::measure(self.plan, case, &requests, self.results)?;
+        }
+        let single: Vec<Contestant> =
+            CONTESTANTS.into_iter().filter(|one| SINGLE.contains(&one.name)).collect();
+        let calls = self.calls(DENIED_LIMIT, &single, "-denied")?;
+        for (_, call) in &calls {
+            for _ in 0..DENIED_LIMIT {
+                self.send(call, 16, self.users, Users::InOrder)?;
+            }
+        }
+        for (keys, users) in [("random", self.users), ("hot", 1)] {
+            self.turns(&denied_case(self.structure, keys), &calls, Users::Random(users))?;
+        }
+        self.check_recorded_calls(&calls, "-denied", DENIED_LIMIT)
+    }
+
+    /// Returns the calls of the contestants that have a script of this kind.
+    fn calls(&self, limit: u64, contestants: &[Contestant], suffix: &str) -> Result<Vec<Call>> {
+        let quota = self.structure.quota(limit, WINDOW)?;
+        let mut calls = Vec::new();
+        for contestant in contestants {
+            let set = format!("{}{suffix}", contestant.set);
+            let (redis, structure) = (self.redis, self.structure);
+            let call = match (contestant.script, structure.published()) {
+                (Script::Naive, _) => CallTemplate::naive(redis, structure, &set, limit, WINDOW)?,
+                (Script::Published, None) => continue,
+                (Script::Published, Some(published)) => {
+                    CallTemplate::published(redis, published, &set, limit, WINDOW)?
+                }
+                (Script::Ours(callers), _) => {
+                    CallTemplate::record(redis, self.runtime, &quota, &set, callers)?
+                }
+            };
+            calls.push((*contestant, Arc::new(call)));
+        }
+        Ok(calls)
+    }
+
+    /// Sends calls, and returns the decisions per second and their number.
+    fn send(
+        &self,
+        call: &Arc<CallTemplate>,
+        pipeline: u64,
+        decisions: u64,
+        users: Users,
+    ) -> Result<(f64, f64)> {
         let per_call = call.decisions() as u64;
-        let load = ScriptLoad {
-            connections: CONNECTIONS,
-            pipeline,
-            calls: u64::div_ceil(decisions, per_call),
-        };
-        let per_second = runtime.block_on(load.run(redis.port(), call, users))?;
-        anyhow::Ok((per_second * per_call as f64, (load.calls * per_call) as f64))
-    };
-    // All keys exist before the first round, so that no round creates more than another.
-    for call in &calls {
-        send(call, 16, users, Users::InOrder)?;
+        let calls = u64::div_ceil(decisions, per_call);
+        let load = Load::pipelined(pipeline, users, calls);
+        let per_second = load.run(&call.request(self.redis.port()))?.per_second;
+        Ok((per_second * per_call as f64, (calls * per_call) as f64))
     }
-    for round in 0..plan.rounds() {
-        for turn in 0..CONTESTANTS.len() {
-            // Rotate the order of the contestants in each round.
-            let index = (turn + round) % CONTESTANTS.len();
-            let (contestant, call) = (&CONTESTANTS[index], &calls[index]);
-            redis.reset_statistics()?;
-            let before = redis.cpu_seconds()?;
-            let (per_second, decisions) =
-                send(call, contestant.pipeline, decisions_per_turn, Users::Random(users))?;
-            let micros = (redis.cpu_seconds()? - before) * 1e6 / decisions;
-            let calls_per_decision = redis.script_calls()? / decisions;
-            results.add(case, contestant.name, "per_second", per_second);
-            results.add(case, contestant.name, "redis_micros", micros);
-            results.add(case, contestant.name, "redis_calls", calls_per_decision);
+
+    fn turns(&mut self, case: &str, calls: &[Call], users: Users) -> Result<()> {
+        for round in 0..self.plan.rounds() {
+            for turn in 0..calls.len() {
+                // Rotate the order of the contestants in each round.
+                let (contestant, call) = &calls[(turn + round) % calls.len()];
+                self.redis.reset_statistics()?;
+                let before = self.redis.cpu_seconds()?;
+                let (per_second, decisions) =
+                    self.send(call, contestant.pipeline, self.decisions, users)?;
+                let micros = (self.redis.cpu_seconds()? - before) * 1e6 / decisions;
+                let calls_per_decision = self.redis.script_calls()? / decisions;
+                self.results.add(case, contestant.name, "per_second", per_second);
+                self.results.add(case, contestant.name, "redis_micros", micros);
+                self.results.add(case, contestant.name, "redis_calls", calls_per_decision);
+            }
         }
-    }
-    check_recorded_calls(redis, runtime, quota, users)?;
-    for contestant in &CONTESTANTS {
-        let of = |metric| results.spread(case, contestant.name, metric).map(|spread| spread.median);
-        if let (Some(micros), Some(rate)) = (of("redis_micros"), of("per_second")) {
-            println!("{case}: {}: {micros:.2} µs, {rate:.0} decisions/s", contestant.name);
+        for (contestant, _) in calls {
+            let of =
+                |metric| self.results.spread(case, contestant.name, metric).map(|one| one.median);
+            if let (Some(micros), Some(rate)) = (of("redis_micros"), of("per_second")) {
+                println!("{case}: {}: {micros:.2} µs, {rate:.0} decisions/s", contestant.name);
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Returns the bytes of the keys of a user.
+    fn bytes(&self, call: &CallTemplate) -> Result<f64> {
+        let mut bytes = 0;
+        for key in call.keys(1) {
+            let mut usage = ::redis::cmd("MEMORY");
+            let usage = usage.arg("USAGE").arg(key).arg("SAMPLES").arg(0);
+            bytes += usage.query::<Option<u64>>(&mut self.redis.connection()?)?.unwrap_or_default();
+        }
+        Ok(bytes as f64)
+    }
+
+    /// Checks that the recorded calls were decisions for the users of their sets, with the library,
+    /// and that the other scripts deny if nothing should remain.
+    fn check_recorded_calls(&self, calls: &[Call], suffix: &str, limit: u64) -> Result<()> {
+        let remaining = if limit == DENIED_LIMIT { 0 } else { limit - 1 };
+        let store = self.runtime.block_on(RedisStore::connect(&self.redis.url()))?;
+        let limiter = Limiter::new(store);
+        let quota = self.structure.quota(limit, WINDOW)?;
+        for (contestant, call) in calls {
+            for number in (0..self.users).step_by(1_009) {
+                let name = user_name(&format!("{}{suffix}", contestant.set), number);
+                if matches!(contestant.script, Script::Ours(_)) {
+                    let charge = Charge::new(&name, &quota);
+                    let decision = self.runtime.block_on(limiter.peek(&charge))?;
+                    ensure!(decision.remaining <= remaining, "{}: {name}", contestant.name);
+                } else if remaining == 0 {
+                    let reply = call.command(|| number).query(&mut self.redis.connection()?)?;
+                    ensure!(is_denial(&reply), "{}: {name} got {reply:?}", contestant.name);
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
-/// Checks with the library that the recorded calls were decisions for the users of their sets.
-fn check_recorded_calls(redis: &Redis, runtime: &Runtime, quota: &Quota, users: u64) -> Result<()> {
-    let limiter = Limiter::new(runtime.block_on(RedisStore::connect(&redis.url()))?);
-    for contestant in CONTESTANTS.iter().filter(|contestant| contestant.per_call.is_some()) {
-        for number in (0..users).step_by(1_009) {
-            let name = user_name(contestant.set, number);
-            let decision = runtime.block_on(limiter.peek(&Charge::new(&name, quota)))?;
-            ensure!(decision.remaining < LIMIT, "{}: {name} has no decision", contestant.name);
+/// Returns whether the first number of a reply says no, or is a count above the limit.
+fn is_denial(reply: &Value) -> bool {
+    match reply {
+        Value::Array(fields) => fields.first().is_some_and(is_denial),
+        Value::Int(number) => {
+            u64::try_from(*number).is_ok_and(|number| number > DENIED_LIMIT) || *number <= 0
         }
+        _ => false,
     }
-    Ok(())
 }

@@ -16,8 +16,11 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) -> Result<()> {
     let suites = [
         &suites.in_process,
         &suites.growth,
+        &suites.layer,
         &suites.http,
+        &suites.gateway,
         &suites.resp,
+        &suites.attack,
         &suites.scripts,
         &suites.redis,
         &suites.fleet,

@@ -3,9 +3,11 @@
 use tidegate_bench::results::{Results, Row};
 use tidegate_bench::spread::Spread;
 
+use crate::attack::{ALLOWED, DENIED, PROTOCOLS};
 use crate::gateway::CASES;
 
-use super::{NOT_MEASURED, Page, SuiteResults, abbreviate};
+use super::attack::IN_PROCESS;
+use super::{NOT_MEASURED, Page, SuiteResults, abbreviate, latency};
 
 mod redis;
 
@@ -27,6 +29,8 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     gateway(suites.gateway.as_ref(), &mut goals);
     resp(suites.resp.as_ref(), &mut goals);
     redis::add(suites, &mut goals);
+    p99(suites, &mut goals);
+    attack(suites, &mut goals);
     let mark = |met: Option<bool>| match met {
         Some(true) => "✔",
         Some(false) => "✘",
@@ -236,6 +240,58 @@ fn resp(results: Option<&Results>, goals: &mut Vec<Goal>) {
     }
 }
 
+fn p99(suites: &SuiteResults, goals: &mut Vec<Goal>) {
+    for (results, case, shown, goal) in latency::cases(suites) {
+        let Some((other, target, max)) = goal else { continue };
+        let ratio = results.and_then(|results| latency::p99_ratio(results, case, other));
+        let description = format!("{shown}, p99 below saturation, compared with {other}");
+        goals.push(Goal::at_most(description, target, max, ratio));
+    }
+}
+
+fn attack(suites: &SuiteResults, goals: &mut Vec<Goal>) {
+    let [allowed, denied, _] = IN_PROCESS.map(|case| (case, "tidegate"));
+    let ratio = suites.in_process.as_ref();
+    let ratio = ratio.and_then(|results| results.ratio("ns", denied, allowed));
+    goals.push(Goal::at_most(
+        "memory, a denial of a random key of 1M, compared with an allowed decision",
+        "≤ 1.1×",
+        1.1,
+        ratio,
+    ));
+    let results = suites.attack.as_ref();
+    for (protocol, ..) in PROTOCOLS {
+        let [denied, allowed] = [DENIED, ALLOWED].map(|case| format!("{protocol}/{case}"));
+        let ratio = |one: (&str, &str), other: (&str, &str)| {
+            results.and_then(|results| results.ratio("cpu_micros", one, other))
+        };
+        let name = protocol_name(protocol);
+        let own = (denied.as_str(), "tidegate");
+        goals.push(Goal::at_most(
+            format!("{name}, CPU of a denial of a random key, compared with an allowed request"),
+            "≤ 1.1×",
+            1.1,
+            ratio(own, (&allowed, "tidegate")),
+        ));
+        goals.push(Goal::at_most(
+            "… compared with a denial of throttlecrab-server",
+            "≤ 1×",
+            1.0,
+            ratio(own, (&denied, "throttlecrab")),
+        ));
+    }
+    let ratio = results.and_then(|results| {
+        results.ratio("resident_mb", ("memory", "tidegate"), ("memory", "throttlecrab"))
+    });
+    let description =
+        "resident memory of the service with 1M keys, compared with throttlecrab-server";
+    goals.push(Goal::at_most(description, "≤ 1×", 1.0, ratio));
+}
+
 pub(super) fn protocol_name(protocol: &str) -> &'static str {
-    if protocol == "http" { "HTTP" } else { "gRPC" }
+    match protocol {
+        "http" => "HTTP",
+        "grpc" => "gRPC",
+        _ => "Redis protocol",
+    }
 }

@@ -29,7 +29,7 @@ fn ratio(spread: Option<Spread>) -> String {
 }
 
 fn write_scripts(page: &mut Page, results: &Results) {
-    page.heading("Scripts on Redis, compared with naive ones");
+    page.heading("Scripts on Redis, compared with naive and published ones");
     page.paragraph(
         "A naive script is the short one that a team would write itself: one algorithm, one \
          decision per call (`bench/src/redis/naive`). The calls of Tidegate are those that the \
@@ -43,11 +43,22 @@ fn write_scripts(page: &mut Page, results: &Results) {
          stores its window and answers when it ends, which an `INCR` does not. There is no naive \
          script for a packed counter, so it is compared with the hash.",
     );
+    page.paragraph(
+        "The naive scripts are not the best known ones, so ratios to them alone would flatter. \
+         Published algorithms are scripts of ours after the documented behaviour of other \
+         libraries (`bench/src/redis/published`), not their code: both counters are compared with \
+         the sliding window of `@upstash/ratelimit`, the fixed window with the counter of \
+         `rate-limiter-flexible`, and the token bucket with the GCRA of `redis_rate`. The first \
+         trusts the time of the client, the second leaves the comparison to it, and the third \
+         computes in floating point. They too are called as they are documented, with one decision \
+         per call.",
+    );
     page.line("Redis CPU µs per decision:");
     let candidates = [
         scripts::NAIVE_ONE,
         scripts::OURS_ONE,
         scripts::NAIVE,
+        scripts::PUBLISHED,
         scripts::OURS,
         scripts::OURS_16,
         scripts::OURS_64,
@@ -61,14 +72,16 @@ fn write_scripts(page: &mut Page, results: &Results) {
         .map(|structure| {
             let case = structure.name();
             let cells = candidates.map(|name| median(results.spread(case, name, "redis_micros")));
-            let compared =
-                results.ratio("redis_micros", (case, scripts::OURS), (case, scripts::NAIVE));
-            [case.to_owned()].into_iter().chain(cells).chain([ratio(compared)]).collect()
+            let compared = [scripts::NAIVE, scripts::PUBLISHED].map(|other| {
+                ratio(results.ratio("redis_micros", (case, scripts::OURS), (case, other)))
+            });
+            [case.to_owned()].into_iter().chain(cells).chain(compared).collect()
         })
         .collect();
-    let heads = ["", "naive, P = 1", "1 per call, P = 1", "naive, P = 16", "1 per call, P = 16"];
-    let more = ["16 per call", "64 per call", "1 per call / naive, P = 16"];
-    page.table(&[heads.as_slice(), &more].concat(), &rows);
+    let heads = ["", "naive, P = 1", "1 per call, P = 1", "naive, P = 16", "published, P = 16"];
+    let more = ["1 per call, P = 16", "16 per call", "64 per call"];
+    let ratios = ["1 per call / naive, P = 16", "1 per call / published, P = 16"];
+    page.table(&[heads.as_slice(), &more, &ratios].concat(), &rows);
 
     page.line("Decisions per second, with the generator on one core and Redis on the other:");
     let rows: Vec<Vec<String>> = structures
@@ -82,11 +95,18 @@ fn write_scripts(page: &mut Page, results: &Results) {
             let compared = |name: &str| {
                 ratio(results.ratio("per_second", (case, name), (case, scripts::NAIVE)))
             };
-            let rates = [scripts::NAIVE_ONE, scripts::NAIVE, scripts::OURS, scripts::OURS_64];
+            let rates = [
+                scripts::NAIVE_ONE,
+                scripts::NAIVE,
+                scripts::PUBLISHED,
+                scripts::OURS,
+                scripts::OURS_64,
+            ];
             [case.to_owned()]
                 .into_iter()
                 .chain(rates.map(rate))
                 .chain([
+                    compared(scripts::PUBLISHED),
                     compared(scripts::OURS),
                     compared(scripts::OURS_64),
                     per_call(results, case),
@@ -94,21 +114,36 @@ fn write_scripts(page: &mut Page, results: &Results) {
                 .collect()
         })
         .collect();
-    let heads = ["", "naive, P = 1", "naive, P = 16", "1 per call, P = 16", "64 per call"];
-    let more = ["1 per call / naive", "64 per call / naive", "decisions in the largest call"];
-    page.table(&[heads.as_slice(), &more].concat(), &rows);
+    let heads = ["", "naive, P = 1", "naive, P = 16", "published, P = 16", "1 per call, P = 16"];
+    let more = ["64 per call", "published / naive", "1 per call / naive", "64 per call / naive"];
+    page.table(&[heads.as_slice(), &more, &["decisions in the largest call"]].concat(), &rows);
 
+    bytes(page, results, &structures);
     let panels = structures.iter().map(|structure| {
         let bar = |name: &&str| {
             let value = results.spread(structure.name(), name, "redis_micros")?;
-            let ours = !name.starts_with("naive");
+            let ours = name.starts_with("tidegate");
             Some(Bar { label: (*name).to_owned(), value, ours })
         };
-        let bars = [scripts::NAIVE, scripts::OURS, scripts::OURS_16, scripts::OURS_64];
+        let [naive, published, ours] = scripts::SINGLE;
+        let bars = [naive, published, ours, scripts::OURS_16, scripts::OURS_64];
         Panel { title: structure.name().to_owned(), bars: bars.iter().filter_map(bar).collect() }
     });
     let title = "Redis CPU µs per decision (lower is better)".to_owned();
     page.chart("scripts", &Chart { title, panels: panels.collect() });
+}
+
+fn bytes(page: &mut Page, results: &Results, structures: &[&Structure]) {
+    page.line("Bytes of a user's keys in Redis (`MEMORY USAGE`) after one decision:");
+    let rows: Vec<Vec<String>> = structures
+        .iter()
+        .map(|structure| {
+            let bytes = scripts::SINGLE
+                .map(|name| median(results.spread(structure.name(), name, "redis_bytes")));
+            [structure.name().to_owned()].into_iter().chain(bytes).collect()
+        })
+        .collect();
+    page.table(&["", "naive", "published", "tidegate"], &rows);
 }
 
 /// Returns the number of decisions in the call that was recorded with 64 callers.

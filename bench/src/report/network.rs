@@ -5,7 +5,6 @@ use tidegate_bench::results::Results;
 use super::chart::{Bar, Chart, Panel, figures};
 use super::goals::protocol_name;
 use super::{NOT_MEASURED, Page, SuiteResults, thousands};
-use crate::service::LATENCY_RATE;
 
 const CANDIDATES: [&str; 4] = ["tidegate", "no-op", "no-op hyper", "throttlecrab"];
 
@@ -41,29 +40,8 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
                 of("redis_micros"),
                 of("redis_calls")
             ));
-            latency_line(page, results, protocol);
         }
         page.chart("service", &chart("Requests per second on Redis (higher is better)", results));
-    }
-}
-
-/// Writes the latency at a fixed rate, if it was measured.
-fn latency_line(page: &mut Page, results: &Results, protocol: &str) {
-    let of = |candidate: &str| {
-        let median = |metric: &str| Some(results.spread(protocol, candidate, metric)?.median);
-        Some(format!(
-            "{} µs (99th percentile {} µs)",
-            thousands(median("open_p50_micros")?),
-            thousands(median("open_p99_micros")?)
-        ))
-    };
-    if let Some((ours, no_op)) = of("tidegate").zip(of("no-op")) {
-        page.line(&format!(
-            "- {}: at {} requests per second the median latency is {ours}, and {no_op} with the \
-             no-op server (`tidegate bench`: open loop, random arrivals).",
-            protocol_name(protocol),
-            thousands(f64::from(LATENCY_RATE)),
-        ));
     }
 }
 

@@ -50,6 +50,18 @@ fn one_per_call(results: Option<&Results>, goals: &mut Vec<Goal>) {
         let description =
             format!("Redis CPU, one decision per call, compared with a naive script: {case}");
         goals.push(Goal::at_most(description, target, max, ratio));
+        let denied = scripts::denied_case(structure, "random");
+        let Some(published) = structure.published() else { continue };
+        for (shown, case) in [("…", case), ("… denied,", denied.as_str())] {
+            let ratio = results.and_then(|results| {
+                results.ratio("redis_micros", (case, scripts::OURS), (case, scripts::PUBLISHED))
+            });
+            let description = format!(
+                "{shown} compared with a script of ours after the documented behaviour of {}",
+                published.library
+            );
+            goals.push(Goal::at_most(description, "≤ 1.0×", 1.0, ratio));
+        }
     }
 }
 
