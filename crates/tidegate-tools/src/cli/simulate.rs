@@ -3,7 +3,6 @@
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -296,7 +295,6 @@ impl TrafficFlags {
         mut output: Option<&mut OutputFile>,
     ) -> anyhow::Result<SimulationReport> {
         let mut traffic = TrafficSummary::default();
-        let mut progress = ProgressBar::start();
         ensure!(
             self.load.is_some() || self.attributes.is_empty(),
             "--attribute is for generated traffic: the requests of a log have their own"
@@ -318,8 +316,9 @@ impl TrafficFlags {
             traffic.generated = Some(period);
             simulation.start_at(period.0);
             let mut clients = simulation.clients(self.retry);
+            let mut progress = ProgressBar::start();
             load.for_each(|request, time| {
-                progress.count(|| Some(float(time) / float(end)));
+                progress.count(1, || Some(float(time) / float(end)));
                 traffic.count(request.time());
                 simulation.decide(request, &mut clients, &mut write);
                 Ok(())
@@ -330,13 +329,8 @@ impl TrafficFlags {
             return Ok(simulation.into_report(traffic));
         }
         let Some(reader) = reader else { return Ok(simulation.into_report(traffic)) };
-        let bytes = reader.bytes.clone();
         let mut clients = simulation.clients(self.retry);
         let lines = reader.for_each(|request| {
-            progress.count(|| {
-                let read = bytes.read.load(Ordering::Relaxed);
-                Some(float(read) / float(bytes.total?.max(1)))
-            });
             traffic.count(request.time());
             simulation.decide(request, &mut clients, &mut write);
             Ok(())

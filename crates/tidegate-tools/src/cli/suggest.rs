@@ -3,7 +3,6 @@
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::builder::{FalseyValueParser, PossibleValuesParser};
@@ -15,9 +14,7 @@ use crate::simulate::log::LogArgs;
 use crate::simulate::output::OutputFile;
 use crate::suggest::{MAX_GIVEN, MAX_GROUPS, Recorder, SuggestOptions, Suggestion, WINDOWS};
 use crate::tool::output;
-use crate::tool::progress::ProgressBar;
 use crate::tool::table::{PageFormat, TextPage};
-use crate::tool::text::float;
 
 /// Suggest limits from access logs, and show which clients they would deny.
 ///
@@ -118,16 +115,7 @@ impl SuggestCommand {
         let html = create("--html", self.html.as_ref())?;
         let yaml = create("--yaml", self.yaml.as_ref())?;
         let mut recorder = Recorder::new(&self.key, &self.paths, client_ip)?;
-        let mut progress = ProgressBar::start();
-        let reader = self.logs.open()?;
-        let bytes = reader.bytes.clone();
-        let lines = reader.for_each(|request| {
-            progress.count(|| {
-                let read = bytes.read.load(Ordering::Relaxed);
-                Some(float(read) / float(bytes.total?.max(1)))
-            });
-            recorder.record(request)
-        })?;
+        let lines = self.logs.open()?.for_each(|request| recorder.record(request))?;
         let window = WINDOWS.iter().position(|(name, _)| *name == self.window);
         let options = SuggestOptions {
             percentile,
@@ -137,7 +125,6 @@ impl SuggestCommand {
             top: self.top,
         };
         let suggestion = Suggestion::new(recorder, lines, &options)?;
-        drop(progress);
         if suggestion.is_empty() {
             bail!(
                 "no request has the key {}: name an attribute of the log by --key",

@@ -3,13 +3,14 @@
 use std::borrow::Cow;
 
 use http::HeaderMap;
+use serde::{Deserialize, Serialize};
 use tidegate::Attributes;
 use tidegate::layer::RequestParts;
 
 use crate::simulate::TrafficRequest;
 
 /// Request of a log line. Records are used again, so that most lines need no allocation.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Record {
     /// Time in microseconds since the Unix epoch.
     pub(super) time: u64,
@@ -26,7 +27,7 @@ pub struct Record {
 }
 
 /// Places of an attribute in the text of its record.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Attribute {
     start: usize,
     value: usize,
@@ -59,9 +60,9 @@ impl Record {
         self.attributes.clear();
     }
 
-    /// Returns the number of bytes that the attributes take.
-    pub(super) fn len(&self) -> usize {
-        self.text.len()
+    /// Returns the number of bytes that it takes in memory.
+    pub(super) fn size(&self) -> usize {
+        size_of::<Self>() + self.text.len() + size_of_val(&self.attributes[..])
     }
 
     /// Adds an attribute, `target` (a path and query) or `ip`, unless it is empty.
