@@ -1,6 +1,5 @@
 //! `tidegate simulate`: traffic in virtual time against policies.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -206,12 +205,9 @@ pub(super) fn attribute(text: &str) -> Result<(String, String), String> {
 impl SimulateCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (simulation, known) = self.policies.simulation()?;
-        let create = |flag: &str, path: &Option<PathBuf>| {
-            path.as_ref().map(|path| OutputFile::create(flag, path)).transpose()
-        };
-        let svg = create("--svg", &self.svg)?;
-        let mut decisions = create("--decisions", &self.decisions)?;
-        let keys = create("--keys-csv", &self.keys_csv)?;
+        let svg = OutputFile::create("--svg", self.svg.as_ref())?;
+        let mut decisions = OutputFile::create("--decisions", self.decisions.as_ref())?;
+        let keys = OutputFile::create("--keys-csv", self.keys_csv.as_ref())?;
         let mut report = self.traffic.replay(simulation, &known, decisions.as_mut())?;
         if let Some(error) = report.undecided() {
             bail!("no request could be decided: {error}");
@@ -225,15 +221,15 @@ impl SimulateCommand {
             };
             bail!("no policy of {name} applies to any request: {hint}");
         }
-        if let Some(mut file) = svg {
-            file.write_all(simulate::draw(&report).as_bytes()).context("--svg")?;
-            file.commit().context("--svg")?;
+        if let Some(file) = svg {
+            file.complete(simulate::draw(&report).as_bytes())?;
         }
         if let Some(file) = decisions {
-            file.commit().context("--decisions")?;
+            file.complete(b"")?;
         }
         if let Some(mut file) = keys {
-            report.write_keys(&mut file).and_then(|()| file.commit()).context("--keys-csv")?;
+            report.write_keys(&mut file).context("--keys-csv")?;
+            file.complete(b"")?;
         }
         let is_as_expected = report.expect(&[self.expect, self.expect_key].concat())?;
         output::print(self.json.then(|| report.to_json(self.top)), |output| {

@@ -1,10 +1,9 @@
 //! `tidegate suggest`: limits from an access log.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{bail, ensure};
 use clap::builder::{FalseyValueParser, PossibleValuesParser};
 use clap::{ArgGroup, Args};
 use tidegate::ClientIp;
@@ -109,11 +108,8 @@ impl SuggestCommand {
             Some(file) => Config::load_policies(file)?.1,
             None => ClientIp::default(),
         };
-        let create = |flag: &str, path: Option<&PathBuf>| {
-            path.map(|path| OutputFile::create(flag, path)).transpose()
-        };
-        let html = create("--html", self.html.as_ref())?;
-        let yaml = create("--yaml", self.yaml.as_ref())?;
+        let html = OutputFile::create("--html", self.html.as_ref())?;
+        let yaml = OutputFile::create("--yaml", self.yaml.as_ref())?;
         let mut recorder = Recorder::new(&self.key, &self.paths, client_ip)?;
         let lines = self.logs.open()?.for_each(|request| recorder.record(request))?;
         let window = WINDOWS.iter().position(|(name, _)| *name == self.window);
@@ -131,12 +127,12 @@ impl SuggestCommand {
                 self.key.join(", ")
             );
         }
-        let write = |file: Option<OutputFile>, content: &[u8]| match file {
-            Some(mut file) => file.write_all(content).and_then(|()| file.commit()),
-            None => Ok(()),
-        };
-        write(html, &suggestion.html()?).context("--html")?;
-        write(yaml, suggestion.yaml().as_bytes()).context("--yaml")?;
+        if let Some(file) = html {
+            file.complete(&suggestion.html()?)?;
+        }
+        if let Some(file) = yaml {
+            file.complete(suggestion.yaml().as_bytes())?;
+        }
         let json = self.json.then(|| serde_json::to_string(&suggestion)).transpose()?;
         let format = if self.markdown { PageFormat::Markdown } else { PageFormat::Terminal };
         output::print(json, |output| suggestion.write(&mut TextPage::new(output, format)))?;
