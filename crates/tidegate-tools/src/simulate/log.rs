@@ -38,6 +38,7 @@ mod line;
 mod members;
 mod record;
 mod reorder;
+mod scan;
 mod time;
 
 /// Maximum number of bad lines that are shown.
@@ -141,7 +142,6 @@ pub struct LogReader {
     files: Vec<LogFile>,
     /// Times of the next requests, and the indexes of their files.
     heads: BinaryHeap<Reverse<(u64, usize)>>,
-    is_started: bool,
     current: Option<usize>,
     filter: RequestFilter,
     allow_late: bool,
@@ -205,29 +205,29 @@ impl LogArgs {
             }
             files.push(file);
         }
-        Ok(LogReader {
+        let columns = files.iter().flat_map(LogFile::other_columns);
+        let given = self.fields.iter().map(|(name, _)| name.as_str());
+        filter.check(&columns.chain(given).collect::<Vec<_>>())?;
+        let mut reader = LogReader {
             files,
             heads: BinaryHeap::new(),
-            is_started: false,
             current: None,
             filter,
             allow_late: self.allow_late,
             requests: 0,
             left_out: 0,
             progress,
-        })
+        };
+        for index in 0..reader.files.len() {
+            reader.advance_file(index)?;
+        }
+        Ok(reader)
     }
 }
 
 impl LogReader {
     /// Moves to the next request of all files.
     pub fn advance(&mut self) -> anyhow::Result<Option<&Record>> {
-        if !self.is_started {
-            self.is_started = true;
-            for index in 0..self.files.len() {
-                self.advance_file(index)?;
-            }
-        }
         loop {
             if let Some(index) = self.current.take() {
                 self.advance_file(index)?;
@@ -305,5 +305,27 @@ impl LineCounts {
                 self.other_columns.push(column);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_has_both_readings_of_a_file() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("access.log");
+        let line = "203.0.113.9 - - [16/Nov/2026:07:44:08 +0000] \"GET / HTTP/1.1\" 200 5\n";
+        std::fs::write(&file, line.repeat(9_000)).expect("written");
+        let log_format = "auto".to_owned();
+        let logs = LogArgs { files: vec![file], log_format, ..LogArgs::default() };
+        let mut reader = logs.open().expect("a log");
+        let read = |reader: &LogReader| reader.progress.read.load(Ordering::Relaxed);
+        let surveyed = read(&reader);
+        assert!(surveyed >= 9_000 * line.len() as u64, "{surveyed}");
+        while reader.advance().expect("a line").is_some() {}
+        assert_eq!(Some(read(&reader)), reader.progress.total);
+        assert!(surveyed < read(&reader), "the requests are the second half");
     }
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
+use flate2::Crc;
 
 use tidegate::decode_value;
 
@@ -30,6 +31,9 @@ const SHOWN_CHARACTERS: usize = 80;
 
 /// Bytes at the start of files that some editors of Windows write.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+/// Start of the colours that some programs write to files, too.
+const COLOUR: &str = "\u{1b}[";
 
 /// Options for all files.
 #[derive(Debug)]
@@ -60,9 +64,8 @@ pub(super) struct LogFile {
 #[derive(Debug, PartialEq, Eq, Hash, Default)]
 pub(super) struct FileSurvey {
     lines: u64,
-    bytes: u64,
-    first: u64,
-    newest: u64,
+    bytes: u32,
+    checksum: u32,
     /// Longest time by which a line is late.
     lateness: u64,
 }
@@ -79,8 +82,8 @@ impl LogFile {
         let mut source = input::open(path, &progress.read)?;
         let mut start = Vec::new();
         let result = (&mut source).take(DETECTION_BYTES).read_to_end(&mut start);
-        let read_lines = start.iter().filter(|byte| **byte == b'\n').count();
-        result.with_context(|| format!("{name}: line {} cannot be read", read_lines + 1))?;
+        let number = start.split(|byte| *byte == b'\n').count();
+        result.with_context(|| format!("{name}: line {number} cannot be read"))?;
         let mut file = Self {
             name: name.into_owned(),
             index,
@@ -98,6 +101,7 @@ impl LogFile {
             return Ok((file, None));
         }
         let survey = file.survey(progress)?;
+        file.formats.detections = DETECTION_LINES;
         file.lines = LineReader::new(input::open(path, &progress.read)?);
         file.reorder = Reorder::new(survey.lateness);
         Ok((file, Some(survey).filter(|survey| survey.lines > 0)))
@@ -108,67 +112,70 @@ impl LogFile {
         let is_cut = start.len() as u64 == DETECTION_BYTES;
         let whole = start.iter().rposition(|byte| *byte == b'\n').filter(|_| is_cut);
         let mut lines = LineReader::new(whole.map_or(start, |end| &start[..=end]));
-        let mut first_unknown = None;
-        for number in 1..=DETECTION_LINES as u64 {
-            let Some(line) = lines.next()? else { break };
-            let text = decoded(line);
-            if line.len() > MAX_LINE_BYTES {
-                continue;
-            }
-            if let Some(format) = self.options.detector.detect(&text) {
-                self.header = if format.has_header() { number } else { 0 };
-                self.counts.other_columns = format.other_columns();
-                self.formats.known.push(format);
-                break;
-            }
-            if !text.is_empty() && !text.starts_with('#') {
-                first_unknown.get_or_insert_with(|| text.into_owned());
-            }
+        let mut first = Vec::with_capacity(DETECTION_LINES);
+        while let Some(line) = lines.next()?.filter(|_| first.len() < DETECTION_LINES) {
+            let is_whole = line.len() <= MAX_LINE_BYTES;
+            first.push(if is_whole { decoded(line).into_owned() } else { String::new() });
         }
-        if self.formats.known.is_empty() {
-            self.formats.known.extend(self.options.detector.fallback());
+        let detector = &self.options.detector;
+        if let Some((place, format)) = detector.detect(&first) {
+            self.header = if format.has_header() { place as u64 + 1 } else { 0 };
+            self.counts.other_columns = format.other_columns();
+            self.formats.known.push(format);
+        } else {
+            self.formats.known.extend(detector.fallback());
         }
         let name = &self.name;
-        match (self.formats.known.first(), first_unknown) {
+        let is_text = |line: &&String| !line.is_empty() && !line.starts_with('#');
+        match (self.formats.known.first(), first.iter().find(is_text)) {
             (Some(LineFormat { guess: Some(guess), .. }), _) => style::print_warning(format_args!(
                 "{name}: its format is read as --log-format '{guess}', which is a guess"
             )),
             (None, Some(line)) => {
-                let start = shown(&line, SHOWN_CHARACTERS);
-                anyhow::bail!("{name}: its format is unknown: {}: {start}", describe(&line));
+                let start = shown(line, SHOWN_CHARACTERS);
+                anyhow::bail!("{name}: its format is unknown: {}: {start}", describe(line));
             }
             (None, None) => ensure!(
                 start.is_empty(),
-                "{name}: its format is unknown: no line is shorter than {MAX_LINE_BYTES} bytes"
+                "{name}: its format is unknown: its lines are empty, or longer than {MAX_LINE_BYTES} \
+                 bytes"
             ),
             _ => {}
         }
         Ok(())
     }
 
-    /// Reads the times of all lines.
+    /// Reads the times of all lines. The formats and spellings that it learns hold for the
+    /// requests.
     fn survey(&mut self, progress: &mut LogProgress) -> anyhow::Result<FileSurvey> {
-        let mut survey = FileSurvey { first: u64::MAX, ..FileSurvey::default() };
-        let (mut formats, mut record) = (self.formats.clone(), Record::default());
+        let (mut survey, mut checksum) = (FileSurvey::default(), Crc::new());
+        let (mut record, mut newest) = (Record::default(), 0);
         loop {
             progress.count(0);
             let line = self.lines.next();
             let context = || format!("{}: line {} cannot be read", self.name, survey.lines + 1);
-            let Some(line) = line.with_context(context)? else { return Ok(survey) };
+            let Some(line) = line.with_context(context)? else {
+                let (bytes, checksum) = (checksum.amount(), checksum.sum());
+                return Ok(FileSurvey { bytes, checksum, ..survey });
+            };
             survey.lines += 1;
-            survey.bytes += line.len() as u64;
+            checksum.update(line);
             record.clear();
             let text = decoded(line);
             let detector = &self.options.detector;
             if survey.lines != self.header
                 && !text.is_empty()
-                && formats.parse(detector, &text, &mut record, true).is_ok()
+                && self.formats.parse(detector, &text, &mut record, true).is_ok()
             {
-                survey.first = survey.first.min(record.time);
-                survey.newest = survey.newest.max(record.time);
-                survey.lateness = survey.lateness.max(survey.newest - record.time);
+                newest = newest.max(record.time);
+                survey.lateness = survey.lateness.max(newest - record.time);
             }
         }
+    }
+
+    /// Returns the names of columns that may be attributes.
+    pub(super) fn other_columns(&self) -> impl Iterator<Item = &str> {
+        self.counts.other_columns.iter().map(String::as_str)
     }
 
     /// Moves to the next request, and returns its time.
@@ -260,7 +267,7 @@ impl LogFile {
 }
 
 /// Formats of the lines of a file. Nearly all lines have the first.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct FileFormats {
     known: Vec<LineFormat>,
     /// Number of lines that may still be checked for another format.
@@ -276,31 +283,45 @@ impl FileFormats {
         only_time: bool,
     ) -> Result<(), LineError> {
         let mut error = LineError::Bad("it is not a request");
-        for at in 0..self.known.len() {
-            match self.known[at].parse(text, record, only_time) {
-                Err(bad @ LineError::Bad(_)) => {
-                    record.clear();
-                    error = if at == 0 { bad } else { error };
-                }
-                result => {
-                    self.known.swap(0, at);
-                    return result;
-                }
+        let mut doubtful = None;
+        for (number, format) in self.known.iter_mut().enumerate() {
+            match format.parse(text, record, only_time) {
+                Err(bad @ LineError::Bad(_)) => error = if number == 0 { bad } else { error },
+                Ok(()) if record.has_odd_address() => doubtful = doubtful.or(Some(number)),
+                result => return result,
             }
+            record.clear();
         }
         if self.detections > 0 {
             self.detections -= 1;
             if let Some(mut format) = detector.detect_request(text) {
                 let result = format.parse(text, record, only_time);
-                self.known.insert(0, format);
+                self.known.push(format);
                 return result;
             }
         }
-        Err(error)
+        match doubtful {
+            Some(number) => self.known[number].parse(text, record, only_time),
+            None => Err(error),
+        }
     }
 }
 
-/// Returns the text of a line, without a byte order mark.
+/// Returns the text of a line, without a byte order mark and colours of a terminal.
 fn decoded(line: &[u8]) -> Cow<'_, str> {
-    decode_value(line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line))
+    let mut line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
+    // A file that was cut while it was written starts with NUL bytes.
+    while let [0, rest @ ..] = line {
+        line = rest;
+    }
+    let text = decode_value(line);
+    if !text.contains(COLOUR) {
+        return text;
+    }
+    let bare = |part: &str| {
+        let colour = part.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';');
+        colour.strip_prefix('m').map_or_else(|| COLOUR.to_owned() + part, str::to_owned)
+    };
+    let (start, parts) = text.split_once(COLOUR).unwrap_or_default();
+    Cow::Owned(start.to_owned() + &parts.split(COLOUR).map(bare).collect::<String>())
 }

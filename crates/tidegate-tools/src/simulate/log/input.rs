@@ -51,7 +51,8 @@ pub(super) fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 /// are read are added to `read`.
 pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> io::Result<LogSource> {
     let is_stdin = path.as_os_str() == "-";
-    let source: LogSource = if is_stdin { Box::new(io::stdin()) } else { Box::new(File::open(path)?) };
+    let source: LogSource =
+        if is_stdin { Box::new(io::stdin()) } else { Box::new(File::open(path)?) };
     decompressed(CountingReader { source, read: Arc::clone(read) })
 }
 
@@ -190,8 +191,8 @@ impl<R: Read> LineReader<R> {
         Self { source: BufReader::with_capacity(BLOCK_BYTES, source), line: Vec::new() }
     }
 
-    /// Returns the next line, without its line break. Of one that is too long, it returns the start,
-    /// which is longer than [`MAX_LINE_BYTES`], too.
+    /// Returns the next line, without its line break. Of one that is too long, it returns the
+    /// start, which is longer than [`MAX_LINE_BYTES`], too.
     pub(super) fn next(&mut self) -> io::Result<Option<&[u8]>> {
         self.line.clear();
         let mut limited = (&mut self.source).take(MAX_LINE_BYTES as u64 + 1);

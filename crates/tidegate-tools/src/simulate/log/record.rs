@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tidegate::Attributes;
 use tidegate::layer::RequestParts;
 
-use crate::simulate::TrafficRequest;
+use crate::simulate::{TrafficRequest, address};
 
 /// Request of a log line. Records are used again, so that most lines need no allocation.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -88,6 +88,12 @@ impl Record {
     /// Returns the last value of an attribute.
     pub(super) fn last(&self, name: &str) -> Option<&str> {
         self.values(name).next_back()
+    }
+
+    /// Returns whether the address is another text, as of a client whose name was looked up, or of
+    /// a line in another format.
+    pub(super) fn has_odd_address(&self) -> bool {
+        self.last("ip").is_some_and(|ip| address(ip).is_none())
     }
 
     /// Returns the values of an attribute as one, as HTTP joins them.

