@@ -281,6 +281,16 @@ fn guessed_values_end_where_their_words_do() {
     let folder = Folder::new();
     for (line, key, value) in [
         (
+            "203.0.113.9|-|16/Nov/2026:07:44:07 +0000|GET /x HTTP/1.1|200|512|-|Mozilla/5.0 (X)",
+            "header.user-agent",
+            "Mozilla/5.0 (X)",
+        ),
+        (
+            "2026-11-16 07:44:07.123 +00:00 [INF] HTTP GET /x responded 200 in 1 ms 203.0.113.9",
+            "path",
+            "/x",
+        ),
+        (
             "203.0.113.9|16/Nov/2026:07:44:07 +0000|GET /x HTTP/1.1|200|512|Mozilla/5.0 (X)|0.1|z",
             "header.user-agent",
             "Mozilla/5.0 (X)",

@@ -348,11 +348,19 @@ fn time_text<'l>(words: &[&'l str]) -> Cow<'l, str> {
 /// Finds the time in words: the first one, and of those the longest.
 pub(super) fn prefix_time(words: &[&str]) -> Option<(usize, usize)> {
     let mut times = TimeParser::default();
+    // The hyphen of an absent value is not part of a time.
+    let is_part = |word: &str| {
+        let bare = word.trim_start_matches(['[', '<', '(', '"', '+', '-']);
+        bare.starts_with(|c: char| c.is_ascii_alphanumeric())
+    };
     (0..words.len()).find_map(|first| {
         let counts = (1..=MAX_TIME_WORDS.min(words.len() - first)).rev();
         counts.into_iter().map(|count| (first, count)).find(|(first, count)| {
             let text = time_text(&words[*first..first + count]);
-            text.len() > 10 && times.parse(&text).is_some_and(|time| time > 100_000_000_000_000)
+            is_part(words[*first])
+                && is_part(words[first + count - 1])
+                && text.len() > 10
+                && times.parse(&text).is_some_and(|time| time > 100_000_000_000_000)
         })
     })
 }

@@ -53,10 +53,10 @@ pub(super) const FORMATS: &[(&str, &str)] = &[
      "$remote_addr:$_ [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ \
       \"$request\""),
     ("alb",
-     "$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+     "$_ $time $_ $remote_addr:$_ $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
       \"$http_user_agent\""),
     ("elb",
-     "$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+     "$time $_ $remote_addr:$_ $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
       \"$http_user_agent\""),
     ("s3",
      "$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ \"$request\" $status $_ $bytes \

@@ -55,8 +55,11 @@ impl TimeParser {
     /// Parses a time without a fraction of a second.
     fn whole(&mut self, text: &str) -> Option<u64> {
         // Java and JavaScript name the zone in brackets after its offset.
-        let zone_name = |(_, name): &(&str, &str)| !name.contains(|c: char| c.is_ascii_digit());
-        let text = text.split_once(['[', '(']).filter(zone_name).map_or(text, |(time, _)| time);
+        let text = match (text.split_once('['), text.split_once(" (")) {
+            (Some((time, _)), _) if !time.ends_with(' ') => time,
+            (_, Some((time, _))) if text.ends_with(')') => time,
+            _ => text,
+        };
         let (mut words, mut offset) = (Vec::new(), None);
         for word in text.split([' ', ',', '@']) {
             let word = word.trim_start_matches("GMT").trim_start_matches("UTC");
