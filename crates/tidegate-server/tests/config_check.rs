@@ -388,7 +388,10 @@ fn explain_shows_which_policies_apply_and_why_the_others_do_not() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     // Offline: nothing but the policies is read.
-    let text = format!("tls: {{certificate: missing.pem, key: missing.pem}}\n{EXPLAINED}");
+    let text = format!(
+        "tls: {{certificate: missing.pem, key: missing.pem}}\n{EXPLAINED}  - {{name: sessions, \
+         key: [cookie.sid], missing_key: deny, limit: 5, window: 1s}}\n"
+    );
     std::fs::write(&file, text).expect("written");
     let config = ["config", "explain", "--config", file.to_str().expect("UTF-8")];
     let explained = |request: &[&str]| -> Vec<(bool, Value, String)> {
@@ -405,12 +408,13 @@ fn explain_shows_which_policies_apply_and_why_the_others_do_not() {
     let user = ["--header", "x-user-id: ann", "--path", "/api/items?q=tea", "--ip", "203.0.113.9"];
     let found = explained(&[&user[..], &["--method", "POST"]].concat());
     let keys: Vec<(bool, &Value)> = found.iter().map(|(applies, key, _)| (*applies, key)).collect();
-    let expected = [json!("ann"), json!("203.0.113.9"), json!("all"), Value::Null];
+    let expected = [json!("ann"), json!("203.0.113.9"), json!("all"), Value::Null, Value::Null];
     let expected: Vec<(bool, &Value)> =
-        [true, true, true, false].into_iter().zip(&expected).collect();
+        [true, true, true, false, true].into_iter().zip(&expected).collect();
     assert_eq!(keys, expected, "{found:?}");
     assert!(found[0].2.contains("the limit is 500"), "{found:?}");
     assert_eq!(found[3].2, "key: the request has no tenant");
+    assert_eq!(found[4].2, "key: the request has no cookie.sid, which denies it");
     let proxied = ["--header", "x-forwarded-for: 198.51.100.7", "--ip", "10.0.0.1"];
     let found = explained(&[&proxied[..], &["--attribute", "tenant=acme"]].concat());
     assert_eq!(found[0].2, "match: path does not match");

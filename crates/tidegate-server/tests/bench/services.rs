@@ -261,12 +261,12 @@ fn log_is_replayed_at_a_multiple_of_its_pace() {
     let (url, _) = urls(&service);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let log = folder.path().join("access.log");
-    // Thirty seconds: each of five addresses sends six requests.
+    // Thirty seconds: each of five addresses sends six requests, and claims to be another one.
     let line = |number: usize| {
         let (address, method) = (number % 5, if number < 20 { "POST" } else { "GET" });
         format!(
             "203.0.113.{address} - - [16/Nov/2026:07:00:{number:02} +0000] \
-             \"{method} /items?n={number} HTTP/1.1\" 200 5 \"-\" \"curl\"\n"
+             \"{method} /items?n={number} HTTP/1.1\" 200 5 \"-\" \"curl\" \"198.51.100.{number}\"\n"
         )
     };
     std::fs::write(&log, (0..30).map(line).collect::<String>()).expect("written");

@@ -6,6 +6,8 @@ use crate::{Folder, combined, report, simulate, simulate_with_input, text};
 
 /// Lines of our own in public formats.
 const FORMATS: &str = include_str!("formats.txt");
+/// Lines with the values of their attributes.
+const LINES: &str = include_str!("lines.txt");
 
 const CONFIG: &str = "
 client_ip: {trusted_proxies: [10.0.0.0/8]}
@@ -144,6 +146,14 @@ fn directives_describe_any_format() {
     ] {
         assert_eq!(keys_with(&["--log-format", apache], key, line), [value], "{key}");
     }
+    // A format of nginx.conf has the blanks of its lines.
+    let wide = "$remote_addr  [$time_local]\t \"$request\" $status";
+    let line = "203.0.113.9  [16/Nov/2026:07:44:07 +0000]  \"GET /a HTTP/1.1\" 200\n";
+    assert_eq!(keys_with(&["--log-format", wide], "status", line), ["200"]);
+    let list = "$http_x_forwarded_for $remote_addr [$time_local] \"$request\"";
+    let line = "198.51.100.7, 10.0.0.3 10.0.0.1 [16/Nov/2026:07:44:07 +0000] \"GET /a HTTP/1.1\"\n";
+    let hops = keys_with(&["--log-format", list], "header.x-forwarded-for", line);
+    assert_eq!(hops, ["198.51.100.7, 10.0.0.3"]);
     let envoy = "[%START_TIME%] \"%REQ(:METHOD)% %REQ(X-ENVOY-ORIGINAL-PATH?:PATH)% %PROTOCOL%\" \
                  %RESPONSE_CODE% %DOWNSTREAM_REMOTE_ADDRESS% \"%REQ(X-TENANT)%\"";
     let line = "[2026-11-16T07:44:08Z] \"GET /a?c=d HTTP/2\" 200 203.0.113.9:99 \"acme\"\n";
@@ -190,7 +200,7 @@ fn a_guess_is_named_and_an_unknown_format_says_which_flag_would_read_it() {
     let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&found["requests"], &found["variants"][0]["denied"]), (&json!(3), &json!(1)));
     let warning = text(&output.stderr);
-    let guess = "--log-format '${time:2} $_ [$_] $_ $_ $remote_addr $method $target $status'";
+    let guess = "--log-format '${time:2} $_ [$_] $_ $_ $remote_addr $method $target $status $_'";
     assert!(warning.contains(guess), "{warning}");
 
     for (line, message) in [
@@ -200,8 +210,26 @@ fn a_guess_is_named_and_an_unknown_format_says_which_flag_would_read_it() {
              --field time=.NAME --field method=.NAME --field target=.NAME",
         ),
         (
+            "t=2026-11-16T07:44:08Z method=GET path=/a remote_addr=203.0.113.9\n",
+            "it is logfmt with the members t, method, path, remote_addr: say which ones have the \
+             request, with --field time=.NAME",
+        ),
+        (
+            "{\"ts\":\"half past eight\",\"ip\":\"203.0.113.9\",\"method\":\"GET\",\
+             \"uri\":\"/\"}\n",
+            "it is JSON, but its time \"half past eight\" or its request cannot be read",
+        ),
+        (
+            "[{\"time\":\"2026-11-16T07:44:08Z\"},{\"time\":\"2026-11-16T07:44:08Z\"}]\n",
+            "it is JSON, but not one object per line",
+        ),
+        (
+            "2026/11/16 an elb request from \"GET / HTTP/1.1\"\n",
+            "it has 6 words and only a request: describe them with --log-format",
+        ),
+        (
             "203.0.113.9 asked for something at 2026-11-16T07:44:08Z\n",
-            "its 6 words have only a time and an address: describe them with --log-format",
+            "it has 6 words and only a time and an address: describe them with --log-format",
         ),
     ] {
         let output = arguments(&folder.write("unknown.log", line));
@@ -232,6 +260,69 @@ fn a_guess_is_named_and_an_unknown_format_says_which_flag_would_read_it() {
 }
 
 #[test]
+fn attributes_are_those_of_the_line() {
+    let mut count = 0;
+    for block in LINES.split("\n\n").skip(1) {
+        let of_log = |line: &&str| !line.starts_with("> ");
+        let log: String = block.lines().filter(of_log).flat_map(|line| [line, "\n"]).collect();
+        let log = log.replace("[T]", "[16/Nov/2026:07:44:07 +0000]").replace('→', "\t");
+        let log = log.replace('␛', "\u{1b}").replace('␀', "\0");
+        for attribute in block.lines().filter_map(|line| line.strip_prefix("> ")) {
+            let (key, value) = attribute.split_once('=').expect("a value");
+            assert_eq!(keys_with(&[], key, &log), [value], "{key}: {log}");
+            count += 1;
+        }
+    }
+    assert!(count > 50, "{count}");
+}
+
+#[test]
+fn guessed_values_end_where_their_words_do() {
+    let folder = Folder::new();
+    for (line, key, value) in [
+        (
+            "203.0.113.9|-|16/Nov/2026:07:44:07 +0000|GET /x HTTP/1.1|200|512|-|Mozilla/5.0 (X)",
+            "header.user-agent",
+            "Mozilla/5.0 (X)",
+        ),
+        (
+            "2026-11-16 07:44:07.123 +00:00 [INF] HTTP GET /x responded 200 in 1 ms 203.0.113.9",
+            "path",
+            "/x",
+        ),
+        (
+            "203.0.113.9|16/Nov/2026:07:44:07 +0000|GET /x HTTP/1.1|200|512|Mozilla/5.0 (X)|0.1|z",
+            "header.user-agent",
+            "Mozilla/5.0 (X)",
+        ),
+        (
+            "2026-11-16T07:44:07+00:00 203.0.113.9 \"GET /x HTTP/1.1\" 200 512 \"M\" 0.003",
+            "bytes",
+            "512",
+        ),
+        ("2026-11-16 07:44:07,123 [worker-1] INFO 203.0.113.9 GET /x 200 5ms", "status", "200"),
+        (
+            "203.0.113.9 - - [16/Nov/2026:07:44:07.123 +0000] 'GET /x HTTP/1.1' 200 512",
+            "method",
+            "GET",
+        ),
+        (
+            "2026/11/16 07:44:07 [host/abc-1] \"GET http://e.com/x HTTP/1.1\" from \
+             203.0.113.9:4711 - 200 512B in 1ms",
+            "ip",
+            "203.0.113.9",
+        ),
+    ] {
+        let log = folder.write("access.log", format!("{line}\n"));
+        let flags = ["--limit", "9", "--window", "1m", "--key", key, "--json"];
+        let output = simulate(&[&["--access-log", &log], &flags[..]].concat());
+        let found = serde_json::from_slice(&output.stdout);
+        let found = found.unwrap_or_else(|_| panic!("{line}: {}", text(&output.stderr)));
+        assert_eq!(keys(&found, "limit"), [value], "{line}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
 fn what_is_not_http_is_a_class_of_its_own() {
     let good = combined("203.0.113.9", 5, "/");
     let request = |request: &str| good.replace("GET / HTTP/1.1", request);
@@ -255,6 +346,27 @@ fn what_is_not_http_is_a_class_of_its_own() {
         let table = text(&simulate(&arguments).stdout);
         assert!(table.contains("not HTTP, such as TLS sent to a plain port"), "{table}");
     }
+}
+
+#[test]
+fn requests_that_caddy_logs_twice_are_one_and_lines_of_blanks_take_no_time() {
+    let line = |logger: &str| {
+        format!(
+            "{{\"logger\":\"{logger}\",\"ts\":1794815048.1,\"request\":{{\
+             \"remote_ip\":\"203.0.113.9\",\"method\":\"GET\",\"uri\":\"/\"}},\"status\":502}}\n"
+        )
+    };
+    let lines = line("http.log.error.log0") + &line("http.log.access.log0");
+    assert_eq!(keys_with(&["--strict"], "path", &lines), ["/"]);
+    // A time that grew with the square of the blanks was a minute.
+    let blanks = " ".repeat(60_000);
+    let good = combined("203.0.113.9", 5, "/");
+    let lines = format!("{good}{blanks}\n{}", good.replace("- - ", &format!("- a{blanks}b ")));
+    let dots = format!("{{\"{}\":1}}\n", "a.".repeat(30_000));
+    let folder = Folder::new();
+    let log = folder.write("access.log", lines + &dots);
+    let found = report(&["--access-log", &log, "--limit", "3", "--window", "10s"]);
+    assert_eq!(found["requests"], 2);
 }
 
 fn good_json(request: &str) -> String {

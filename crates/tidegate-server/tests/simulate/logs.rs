@@ -137,14 +137,14 @@ fn bad_lines_are_counted_with_examples_and_end_a_strict_run() {
     let folder = Folder::new();
     let good = combined("203.0.113.9", 5, "/");
     let gigantic = "x".repeat(100_000);
-    let lines = format!("{good}\u{1b}[31mred\n{gigantic}\n\n{good}");
+    let lines = format!("{good}\u{1b}]red\n{gigantic}\n\n{good}");
     let log = folder.write("access.log", lines);
     let arguments = ["--access-log", &log, "--limit", "3", "--window", "10s"];
     let found = report(&arguments);
     assert_eq!((&found["lines"]["bad"], &found["requests"]), (&json!(2), &json!(2)));
     let table = simulate(&arguments);
     let table = text(&table.stdout);
-    assert!(table.contains("access.log:2: it has no time: \\u{1b}[31mred"), "{table}");
+    assert!(table.contains("access.log:2: it has no time: \\u{1b}]red"), "{table}");
     assert!(table.contains("access.log:3: it is longer than 65536 bytes"), "{table}");
     let strict = simulate(&[&arguments[..], &["--strict"]].concat());
     assert_eq!(strict.status.code(), Some(2));

@@ -42,6 +42,7 @@ fn files_in_any_order_give_the_decisions_of_the_sorted_one() {
     assert_eq!(expected["lines"]["reordered"], 0);
     let reversed: Vec<String> = lines.iter().rev().cloned().collect();
     for (name, lines) in [
+        ("a second", shuffled(&lines, 8)),
         ("a minute", shuffled(&lines, 240)),
         ("an hour", shuffled(&lines, 8_000)),
         ("reversed", reversed),
@@ -73,6 +74,26 @@ fn bad_lines_and_columns_survive_sorting() {
     for number in [3, 5, 7] {
         assert!(examples.contains(&format!("access.csv:{number}: it does not have")), "{examples}");
     }
+}
+
+#[test]
+fn what_a_line_says_about_later_ones_survives_sorting() {
+    let folder = Folder::new();
+    let w3c = "#Fields: date time c-ip cs-method cs-uri-stem\n\
+               2026-11-16 07:44:59 203.0.113.9 GET /a\n\
+               #Fields: date time cs-method cs-uri-stem c-ip\n\
+               2026-11-16 07:44:00 GET /a 203.0.113.9\n2026-11-16 07:44:58 GET /a 203.0.113.9\n";
+    let log = folder.write("access.log", w3c);
+    let found = report(&[&["--access-log", &log], &LIMIT[..]].concat());
+    assert_eq!((&found["requests"], &found["lines"]["bad"]), (&json!(3), &json!(0)));
+    assert_eq!(found["start"], "2026-11-16T07:44:00.000Z");
+    // A day above 12 shows that days are before months, in the lines before it, too.
+    let line = |day| format!("{day}/11/2026 07:44:00,203.0.113.9,GET,/a\n");
+    let csv = format!("time,ip,method,path\n{}{}", line("12"), line("13"));
+    let log = folder.write("days.csv", csv);
+    let found = report(&[&["--access-log", &log], &LIMIT[..]].concat());
+    assert_eq!(found["start"], "2026-11-12T07:44:00.000Z");
+    assert_eq!(found["end"], "2026-11-13T07:44:00.000Z");
 }
 
 #[test]
@@ -120,6 +141,9 @@ fn files_given_twice_are_named() {
     assert!(warning.contains("access.log.gz has the same lines as "), "{warning}");
     let both: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(both["requests"], 160);
+    // Other clients at the same times, in as many bytes, are other lines.
+    let other = folder.write("other.log", lines.replace("203.0.113.1 ", "203.0.113.8 "));
+    report(&[&["--access-log", &log, &other], &LIMIT[..]].concat());
 }
 
 #[test]
@@ -208,6 +232,8 @@ fn requests_are_chosen_by_time_and_attributes() {
         (vec!["--from", "yesterday"], "--from \"yesterday\" is not a time"),
         (vec!["--until", "2026-11-16", "--from", "2026-11-17"], "--until must be after --from"),
         (vec!["--where", "status"], "write it like status=401"),
+        (vec!["--where", "user_agent!=kube*"], "--where user_agent: requests have method, path,"),
+        (vec!["--where", "status>=400"], "--where status>: requests have method, path,"),
         (vec!["--where", "status=999"], "leave out all requests"),
         (vec!["--access-log", "/nowhere/*.log"], "no file has such a name"),
     ] {

@@ -233,6 +233,21 @@ fn website() -> String {
 }
 
 #[test]
+fn users_of_the_log_are_keys_that_the_policies_declare() {
+    let folder = Folder::new();
+    let lines: String = (0..9)
+        .map(|second| combined("203.0.113.1", second, "/").replace("- - ", "- ann "))
+        .collect();
+    let log = folder.write("access.log", lines);
+    let yaml = folder.path("limits.yaml");
+    let yaml = yaml.to_str().expect("UTF-8");
+    suggestion(&["--access-log", &log, "--key", "remote_user", "--yaml", yaml]);
+    check_config(yaml);
+    let simulated = report(&["--access-log", &log, "--config", yaml]);
+    assert_eq!(simulated["variants"][0]["policies"][0]["heaviest_keys"][0]["key"], "ann");
+}
+
+#[test]
 fn one_glance_shows_whom_a_limit_denies_per_minute_and_per_day() {
     let folder = Folder::new();
     let log = folder.write("access.log", website());

@@ -82,7 +82,10 @@ impl BenchReport {
             ));
         }
         if recording.answered() + recording.failed() == 0 {
-            let text = "no request was measured: raise --duration, --requests or --rate";
+            let text = match self.load.replay {
+                Some(_) => "no request was measured: do --from, --until and --where leave out all?",
+                None => "no request was measured: raise --duration, --requests or --rate",
+            };
             warnings.push(text.to_owned());
         }
         if let Pace::Open(open) = &self.load.pace {

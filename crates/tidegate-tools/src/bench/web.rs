@@ -91,17 +91,20 @@ impl WebTarget {
         });
         let of_log = if self.is_replay { key } else { "" };
         let of_log = decode(of_log).map(|(name, value)| (name, value.to_owned()));
-        let (mut method, mut target, mut host) = (Method::GET, "/".to_owned(), None);
+        let (mut method, mut target, mut host, mut address) =
+            (Method::GET, "/".to_owned(), None, None);
         let mut headers = Vec::new();
         for (name, value) in of_log.chain(fixed) {
             match name {
                 "method" => method = value.parse().unwrap_or_default(),
                 "path" | "target" => target = value,
                 "host" => host = Some(value),
-                "ip" => headers.push(("x-forwarded-for", value)),
+                "ip" => address = Some(value),
                 _ => headers.extend(name.strip_prefix("header.").map(|name| (name, value))),
             }
         }
+        // The peer of the log is the last hop, behind those that the client claimed.
+        headers.extend(address.map(|address| ("x-forwarded-for", address)));
         let endpoint = self.connections.endpoint();
         let mut request = match self.door {
             Door::Gateway => {

@@ -1,9 +1,7 @@
 //! `tidegate simulate`: traffic in virtual time against policies.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -207,12 +205,9 @@ pub(super) fn attribute(text: &str) -> Result<(String, String), String> {
 impl SimulateCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (simulation, known) = self.policies.simulation()?;
-        let create = |flag: &str, path: &Option<PathBuf>| {
-            path.as_ref().map(|path| OutputFile::create(flag, path)).transpose()
-        };
-        let svg = create("--svg", &self.svg)?;
-        let mut decisions = create("--decisions", &self.decisions)?;
-        let keys = create("--keys-csv", &self.keys_csv)?;
+        let svg = OutputFile::create("--svg", self.svg.as_ref())?;
+        let mut decisions = OutputFile::create("--decisions", self.decisions.as_ref())?;
+        let keys = OutputFile::create("--keys-csv", self.keys_csv.as_ref())?;
         let mut report = self.traffic.replay(simulation, &known, decisions.as_mut())?;
         if let Some(error) = report.undecided() {
             bail!("no request could be decided: {error}");
@@ -226,15 +221,15 @@ impl SimulateCommand {
             };
             bail!("no policy of {name} applies to any request: {hint}");
         }
-        if let Some(mut file) = svg {
-            file.write_all(simulate::draw(&report).as_bytes()).context("--svg")?;
-            file.commit().context("--svg")?;
+        if let Some(file) = svg {
+            file.complete(simulate::draw(&report).as_bytes())?;
         }
         if let Some(file) = decisions {
-            file.commit().context("--decisions")?;
+            file.complete(b"")?;
         }
         if let Some(mut file) = keys {
-            report.write_keys(&mut file).and_then(|()| file.commit()).context("--keys-csv")?;
+            report.write_keys(&mut file).context("--keys-csv")?;
+            file.complete(b"")?;
         }
         let is_as_expected = report.expect(&[self.expect, self.expect_key].concat())?;
         output::print(self.json.then(|| report.to_json(self.top)), |output| {
@@ -296,7 +291,6 @@ impl TrafficFlags {
         mut output: Option<&mut OutputFile>,
     ) -> anyhow::Result<SimulationReport> {
         let mut traffic = TrafficSummary::default();
-        let mut progress = ProgressBar::start();
         ensure!(
             self.load.is_some() || self.attributes.is_empty(),
             "--attribute is for generated traffic: the requests of a log have their own"
@@ -318,8 +312,9 @@ impl TrafficFlags {
             traffic.generated = Some(period);
             simulation.start_at(period.0);
             let mut clients = simulation.clients(self.retry);
+            let mut progress = ProgressBar::start();
             load.for_each(|request, time| {
-                progress.count(|| Some(float(time) / float(end)));
+                progress.count(1, || Some(float(time) / float(end)));
                 traffic.count(request.time());
                 simulation.decide(request, &mut clients, &mut write);
                 Ok(())
@@ -330,13 +325,8 @@ impl TrafficFlags {
             return Ok(simulation.into_report(traffic));
         }
         let Some(reader) = reader else { return Ok(simulation.into_report(traffic)) };
-        let bytes = reader.bytes.clone();
         let mut clients = simulation.clients(self.retry);
         let lines = reader.for_each(|request| {
-            progress.count(|| {
-                let read = bytes.read.load(Ordering::Relaxed);
-                Some(float(read) / float(bytes.total?.max(1)))
-            });
             traffic.count(request.time());
             simulation.decide(request, &mut clients, &mut write);
             Ok(())

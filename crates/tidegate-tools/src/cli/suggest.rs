@@ -1,11 +1,9 @@
 //! `tidegate suggest`: limits from an access log.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{bail, ensure};
 use clap::builder::{FalseyValueParser, PossibleValuesParser};
 use clap::{ArgGroup, Args};
 use tidegate::ClientIp;
@@ -15,9 +13,7 @@ use crate::simulate::log::LogArgs;
 use crate::simulate::output::OutputFile;
 use crate::suggest::{MAX_GIVEN, MAX_GROUPS, Recorder, SuggestOptions, Suggestion, WINDOWS};
 use crate::tool::output;
-use crate::tool::progress::ProgressBar;
 use crate::tool::table::{PageFormat, TextPage};
-use crate::tool::text::float;
 
 /// Suggest limits from access logs, and show which clients they would deny.
 ///
@@ -112,22 +108,10 @@ impl SuggestCommand {
             Some(file) => Config::load_policies(file)?.1,
             None => ClientIp::default(),
         };
-        let create = |flag: &str, path: Option<&PathBuf>| {
-            path.map(|path| OutputFile::create(flag, path)).transpose()
-        };
-        let html = create("--html", self.html.as_ref())?;
-        let yaml = create("--yaml", self.yaml.as_ref())?;
+        let html = OutputFile::create("--html", self.html.as_ref())?;
+        let yaml = OutputFile::create("--yaml", self.yaml.as_ref())?;
         let mut recorder = Recorder::new(&self.key, &self.paths, client_ip)?;
-        let mut progress = ProgressBar::start();
-        let reader = self.logs.open()?;
-        let bytes = reader.bytes.clone();
-        let lines = reader.for_each(|request| {
-            progress.count(|| {
-                let read = bytes.read.load(Ordering::Relaxed);
-                Some(float(read) / float(bytes.total?.max(1)))
-            });
-            recorder.record(request)
-        })?;
+        let lines = self.logs.open()?.for_each(|request| recorder.record(request))?;
         let window = WINDOWS.iter().position(|(name, _)| *name == self.window);
         let options = SuggestOptions {
             percentile,
@@ -137,19 +121,18 @@ impl SuggestCommand {
             top: self.top,
         };
         let suggestion = Suggestion::new(recorder, lines, &options)?;
-        drop(progress);
         if suggestion.is_empty() {
             bail!(
                 "no request has the key {}: name an attribute of the log by --key",
                 self.key.join(", ")
             );
         }
-        let write = |file: Option<OutputFile>, content: &[u8]| match file {
-            Some(mut file) => file.write_all(content).and_then(|()| file.commit()),
-            None => Ok(()),
-        };
-        write(html, &suggestion.html()?).context("--html")?;
-        write(yaml, suggestion.yaml().as_bytes()).context("--yaml")?;
+        if let Some(file) = html {
+            file.complete(&suggestion.html()?)?;
+        }
+        if let Some(file) = yaml {
+            file.complete(suggestion.yaml().as_bytes())?;
+        }
         let json = self.json.then(|| serde_json::to_string(&suggestion)).transpose()?;
         let format = if self.markdown { PageFormat::Markdown } else { PageFormat::Terminal };
         output::print(json, |output| suggestion.write(&mut TextPage::new(output, format)))?;

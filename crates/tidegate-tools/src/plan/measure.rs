@@ -268,7 +268,7 @@ impl CostMeasurement {
             ensure!(decided.iter().all(|decision| decision.allowed), "a decision was denied");
             let part = float(self.rows.0.get() as u64) / float(self.rows.1.max(1) as u64);
             for _ in decided {
-                self.progress.borrow_mut().count(|| Some(part));
+                self.progress.borrow_mut().count(1, || Some(part));
             }
         }
         Ok(())

@@ -6,9 +6,10 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
-use std::path::PathBuf;
+use std::fs::Metadata;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -21,7 +22,9 @@ use self::file::{FileOptions, LogFile};
 use self::filter::RequestFilter;
 pub use self::record::Record;
 use super::address;
+use crate::tool::progress::ProgressBar;
 use crate::tool::style;
+use crate::tool::text::float;
 
 mod columns;
 mod detect;
@@ -35,7 +38,7 @@ mod line;
 mod members;
 mod record;
 mod reorder;
-mod sort;
+mod scan;
 mod time;
 
 /// Maximum number of bad lines that are shown.
@@ -77,10 +80,10 @@ pub struct LogArgs {
     #[arg(long = "where", value_name = "NAME=VALUE")]
     conditions: Vec<String>,
 
-    /// Time by which lines of a pipe may be late; files are sorted wholly [default: 5s]
+    /// Time by which lines of a pipe may be late; files are sorted wholly
     #[arg(long, value_name = "DURATION", env = "TIDEGATE_SORT_WINDOW")]
-    #[arg(value_parser = parse_duration)]
-    sort_window: Option<Duration>,
+    #[arg(default_value = "5s", value_parser = parse_duration)]
+    sort_window: Duration,
 
     /// Go on if more than 1 % of the lines of a pipe are later than that
     #[arg(long, env = "TIDEGATE_ALLOW_LATE", value_parser = FalseyValueParser::new())]
@@ -117,13 +120,21 @@ pub struct LineCounts {
     pub other_columns: Vec<String>,
 }
 
-/// Progress through the files.
-#[derive(Debug, Clone, Default)]
-pub struct BytesRead {
+/// Progress through the files: regular ones are read twice.
+pub(super) struct LogProgress {
+    bar: ProgressBar,
     /// Bytes that were read, before decompression.
-    pub read: Arc<AtomicU64>,
-    /// Size of all files, if it is known.
-    pub total: Option<u64>,
+    read: Arc<AtomicU64>,
+    /// Bytes that will be read, if that is known.
+    total: Option<u64>,
+}
+
+impl LogProgress {
+    fn count(&mut self, requests: u64) {
+        self.bar.count(requests, || {
+            Some(float(self.read.load(Ordering::Relaxed)) / float(self.total?.max(1)))
+        });
+    }
 }
 
 /// Opened access logs: an iterator of their requests in the order of their times.
@@ -131,13 +142,12 @@ pub struct LogReader {
     files: Vec<LogFile>,
     /// Times of the next requests, and the indexes of their files.
     heads: BinaryHeap<Reverse<(u64, usize)>>,
-    is_started: bool,
     current: Option<usize>,
     filter: RequestFilter,
     allow_late: bool,
     requests: u64,
     left_out: u64,
-    pub bytes: BytesRead,
+    progress: LogProgress,
 }
 
 impl LogArgs {
@@ -154,68 +164,70 @@ impl LogArgs {
         let options = Arc::new(FileOptions {
             detector: Detector::new(&self.log_format, &self.fields)?,
             strict: self.strict,
-            window: self.sort_window.map_or(reorder::DEFAULT_WINDOW, duration::micros),
+            window: duration::micros(self.sort_window),
         });
         let filter =
             RequestFilter::new(self.from.as_deref(), self.until.as_deref(), &self.conditions)?;
-        let mut bytes = BytesRead { total: Some(0), ..BytesRead::default() };
-        let mut files: Vec<LogFile> = Vec::with_capacity(self.files.len());
-        let (mut paths, mut surveys) = (HashSet::new(), HashMap::new());
+        let context = |path: &Path| format!("--access-log {}", path.display());
+        let (mut paths, mut seen) = (Vec::new(), HashSet::new());
         for argument in &self.files {
-            let context = || format!("--access-log {}", argument.display());
-            let expanded = input::expand(argument).with_context(context)?;
+            let expanded = input::expand(argument).with_context(|| context(argument))?;
             let is_named = expanded.len() == 1;
             for path in expanded {
-                let is_new = path.canonicalize().is_ok_and(|real| paths.insert(real));
-                if !is_new && path.is_file() {
+                if path.is_file() && !path.canonicalize().is_ok_and(|real| seen.insert(real)) {
                     let name = path.display();
                     style::print_warning(format_args!("{name} is given twice: it is read once"));
-                    continue;
+                } else {
+                    paths.push((path, is_named));
                 }
-                let (file, survey) = match LogFile::open(&path, files.len(), &options, &bytes.read)
-                {
-                    Ok(opened) => opened,
-                    // Folders have other files, too.
-                    Err(error) if !is_named && error.downcast_ref::<std::io::Error>().is_none() => {
-                        style::print_warning(format_args!("{error:#}: it is left out"));
-                        continue;
-                    }
-                    Err(error) => return Err(error).with_context(context),
-                };
-                let size = path.metadata().ok().filter(std::fs::Metadata::is_file);
-                bytes.total = bytes.total.zip(size).map(|(total, size)| total + size.len());
-                if let Some(other) = surveys.insert(survey, file.name.clone())
-                    && file.has_requests()
-                {
-                    let name = &file.name;
-                    style::print_warning(format_args!("{name} has the same lines as {other}"));
-                }
-                files.push(file);
             }
         }
-        Ok(LogReader {
+        let size = |(path, _): &(PathBuf, bool)| {
+            path.metadata().ok().filter(Metadata::is_file).map(|file| 2 * file.len())
+        };
+        let total = paths.iter().map(size).sum();
+        let mut progress = LogProgress { bar: ProgressBar::start(), read: Arc::default(), total };
+        let mut files: Vec<LogFile> = Vec::with_capacity(paths.len());
+        let mut surveys = HashMap::new();
+        for (path, is_named) in paths {
+            let (file, survey) = match LogFile::open(&path, files.len(), &options, &mut progress) {
+                Ok(opened) => opened,
+                // Folders have other files, too.
+                Err(error) if !is_named && error.downcast_ref::<std::io::Error>().is_none() => {
+                    style::print_warning(format_args!("{error:#}: it is left out"));
+                    continue;
+                }
+                Err(error) => return Err(error).with_context(|| context(&path)),
+            };
+            let name = &file.name;
+            if let Some(other) = survey.and_then(|survey| surveys.insert(survey, name.clone())) {
+                style::print_warning(format_args!("{name} has the same lines as {other}"));
+            }
+            files.push(file);
+        }
+        let columns = files.iter().flat_map(LogFile::other_columns);
+        let given = self.fields.iter().map(|(name, _)| name.as_str());
+        filter.check(&columns.chain(given).collect::<Vec<_>>())?;
+        let mut reader = LogReader {
             files,
             heads: BinaryHeap::new(),
-            is_started: false,
             current: None,
             filter,
             allow_late: self.allow_late,
             requests: 0,
             left_out: 0,
-            bytes,
-        })
+            progress,
+        };
+        for index in 0..reader.files.len() {
+            reader.advance_file(index)?;
+        }
+        Ok(reader)
     }
 }
 
 impl LogReader {
     /// Moves to the next request of all files.
     pub fn advance(&mut self) -> anyhow::Result<Option<&Record>> {
-        if !self.is_started {
-            self.is_started = true;
-            for index in 0..self.files.len() {
-                self.advance_file(index)?;
-            }
-        }
         loop {
             if let Some(index) = self.current.take() {
                 self.advance_file(index)?;
@@ -250,6 +262,7 @@ impl LogReader {
     ) -> anyhow::Result<LineCounts> {
         while let Some(request) = self.advance()? {
             on_request(request)?;
+            self.progress.count(1);
         }
         self.finish()
     }
@@ -292,5 +305,27 @@ impl LineCounts {
                 self.other_columns.push(column);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_has_both_readings_of_a_file() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("access.log");
+        let line = "203.0.113.9 - - [16/Nov/2026:07:44:08 +0000] \"GET / HTTP/1.1\" 200 5\n";
+        std::fs::write(&file, line.repeat(9_000)).expect("written");
+        let log_format = "auto".to_owned();
+        let logs = LogArgs { files: vec![file], log_format, ..LogArgs::default() };
+        let mut reader = logs.open().expect("a log");
+        let read = |reader: &LogReader| reader.progress.read.load(Ordering::Relaxed);
+        let surveyed = read(&reader);
+        assert!(surveyed >= 9_000 * line.len() as u64, "{surveyed}");
+        while reader.advance().expect("a line").is_some() {}
+        assert_eq!(Some(read(&reader)), reader.progress.total);
+        assert!(surveyed < read(&reader), "the requests are the second half");
     }
 }

@@ -372,8 +372,11 @@ pub(crate) fn lines_json(lines: &LineCounts) -> Value {
     })
 }
 
-/// Quotes a field of CSV, if it needs that.
+/// Quotes a field of CSV, if it needs that. Spreadsheets would run `=…` and the like as a formula.
 fn quoted(text: &str) -> String {
+    if text.starts_with(['=', '+', '-', '@', '\t', '\r']) {
+        return quoted(&format!("'{text}"));
+    }
     let is_plain = !text.contains([',', '"', '\r', '\n']);
     if is_plain { text.to_owned() } else { format!("\"{}\"", text.replace('"', "\"\"")) }
 }

@@ -155,7 +155,11 @@ impl RunCounts {
     #[cold]
     fn add_example(&mut self, error: &QueryError) {
         let text = match error {
-            QueryError::UnknownPeer => "a policy needs ip, which the line does not have".to_owned(),
+            QueryError::UnknownPeer => {
+                "a policy needs ip, which the line does not have: name it with \
+                                        --field or --log-format"
+                    .to_owned()
+            }
             other => other.to_string(),
         };
         if self.error_examples.len() < MAX_ERROR_EXAMPLES && !self.error_examples.contains(&text) {

@@ -11,7 +11,7 @@ use super::Variant;
 use tidegate_config::Config;
 
 /// Attributes of log lines besides those of requests.
-const LOG_ATTRIBUTES: [&str; 3] = ["status", "bytes", "remote_user"];
+pub(crate) const LOG_ATTRIBUTES: [&str; 3] = ["status", "bytes", "remote_user"];
 
 /// Numbers that replace those of a policy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

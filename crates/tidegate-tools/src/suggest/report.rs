@@ -7,6 +7,7 @@ use std::time::Duration;
 use tidegate::{Policy, ShowKeys};
 
 use super::{ClientKind, GroupSuggestion, KindCounts, Suggestion, WINDOWS, above};
+use crate::simulate::variants::LOG_ATTRIBUTES;
 use crate::simulate::{MAX_KEY_CHARACTERS, percent, shown, write_lines};
 use crate::tool::table::{TextPage, TextTable};
 use crate::tool::text::grouped;
@@ -143,13 +144,17 @@ impl Suggestion {
         let quoted = |text: &str| serde_json::json!(text).to_string();
         let list = |texts: &[&str]| serde_json::json!(texts).to_string();
         let key: Vec<&str> = self.key.iter().map(String::as_str).collect();
-        let mut yaml = format!(
-            "# From {} requests, {} to {}.\npolicies:\n",
-            self.counts.requests, self.start, self.end
-        );
+        let declared: Vec<&str> =
+            LOG_ATTRIBUTES.into_iter().filter(|name| key.contains(name)).collect();
+        let mut yaml =
+            format!("# From {} requests, {} to {}.\n", self.counts.requests, self.start, self.end);
+        if !declared.is_empty() {
+            // Writing to a string never fails.
+            let _ = writeln!(yaml, "attributes: {}", list(&declared));
+        }
+        yaml.push_str("policies:\n");
         for group in &self.groups {
             let policy = &group.policy;
-            // Writing to a string never fails.
             let _ = writeln!(yaml, "  - name: {}", quoted(&policy.name));
             if let Some(path) = &group.path {
                 let _ = writeln!(yaml, "    match: {{path: {}}}", quoted(path));

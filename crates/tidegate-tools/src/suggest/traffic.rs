@@ -11,6 +11,7 @@ use tidegate::{Attributes, ClientIp, MissingKey, Policies, Policy, Quota, normal
 
 use super::paths::{self, PathTemplates};
 use super::trace::{Trace, TraceEntry, TraceReader};
+use crate::simulate::variants::LOG_ATTRIBUTES;
 use crate::simulate::{RequestAttributes, TrafficRequest};
 
 /// Maximum number of keys. Requests of further ones are counted together, and only by number.
@@ -165,7 +166,10 @@ impl Recorder {
         client_ip: ClientIp,
     ) -> anyhow::Result<Self> {
         let quota = Quota::sliding_log(1, Duration::from_secs(1))?;
-        let key = Policy::builder("key", quota).key(key).missing_key(MissingKey::Skip);
+        let key = Policy::builder("key", quota)
+            .attributes(LOG_ATTRIBUTES)
+            .key(key)
+            .missing_key(MissingKey::Skip);
         let given = (!patterns.is_empty()).then(|| matching(patterns)).transpose();
         Ok(Self {
             key: key.build().context("--key")?,

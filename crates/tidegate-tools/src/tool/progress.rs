@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::text::{float, grouped, whole};
 use tidegate_config::duration::readable;
 
-/// Requests between two looks at the clock.
-const REQUESTS_PER_CHECK: u64 = 4_096;
+/// Calls between two looks at the clock.
+const CALLS_PER_CHECK: u64 = 4_096;
 const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 const BAR_WIDTH: usize = 24;
 
@@ -16,6 +16,7 @@ pub struct ProgressBar {
     is_shown: bool,
     start: Instant,
     updated: Instant,
+    calls: u64,
     requests: u64,
 }
 
@@ -23,14 +24,15 @@ impl ProgressBar {
     pub fn start() -> Self {
         let now = Instant::now();
         let is_shown = std::io::stderr().is_terminal();
-        Self { is_shown, start: now, updated: now, requests: 0 }
+        Self { is_shown, start: now, updated: now, calls: 0, requests: 0 }
     }
 
-    /// Counts a request. `part` returns the part of the work that is done, from 0 to 1, if it is
-    /// known.
-    pub fn count(&mut self, part: impl FnOnce() -> Option<f64>) {
-        self.requests += 1;
-        if !self.is_shown || !self.requests.is_multiple_of(REQUESTS_PER_CHECK) {
+    /// Counts requests, or none for other work. `part` returns the part of the work that is done,
+    /// from 0 to 1, if it is known.
+    pub fn count(&mut self, requests: u64, part: impl FnOnce() -> Option<f64>) {
+        self.calls += 1;
+        self.requests += requests;
+        if !self.is_shown || !self.calls.is_multiple_of(CALLS_PER_CHECK) {
             return;
         }
         if self.updated.elapsed() >= UPDATE_INTERVAL {

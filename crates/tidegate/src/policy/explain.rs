@@ -1,7 +1,9 @@
 //! [`Explanation`]: why a policy does or does not apply to a request.
 
 use super::select::RequestValues;
-use super::{Attributes, Condition, KeySource, OverrideEffect, OverridesNow, Policies, Policy};
+use super::{
+    Attributes, Condition, KeySource, MissingKey, OverrideEffect, OverridesNow, Policies, Policy,
+};
 
 /// Why a policy does or does not apply to a request; the result of [`Policies::explain`].
 ///
@@ -55,43 +57,49 @@ impl Policies {
         self.iter()
             .take(Self::MAX_EXPLAINED)
             .map(|policy| {
-                let (key, reason) = match &path {
+                let explained = match &path {
                     Ok(path) => {
                         let request = RequestValues::new(attributes, path.as_deref());
                         policy.explain(&request.with_overrides(overrides))
                     }
-                    Err(error) => (None, error.to_string()),
+                    Err(error) => Err(error.to_string()),
                 };
-                Explanation { policy: policy.name(), applies: key.is_some(), reason, key }
+                let applies = explained.is_ok();
+                let (key, reason) = explained.unwrap_or_else(|reason| (None, reason));
+                Explanation { policy: policy.name(), applies, reason, key }
             })
             .collect()
     }
 }
 
 impl Policy {
-    /// Returns the key, if the policy applies, and the reason.
-    fn explain(&self, request: &RequestValues<'_>) -> (Option<String>, String) {
+    /// Returns the key and the reason, if the policy applies; otherwise the reason alone.
+    fn explain(&self, request: &RequestValues<'_>) -> Result<(Option<String>, String), String> {
         for condition in &self.conditions {
             let attribute = &condition.attribute;
             match condition.test(request) {
-                (_, true) => return (None, self.ambiguous(attribute).to_string()),
+                (_, true) => return Err(self.ambiguous(attribute).to_string()),
                 (true, false) => {}
                 (false, false) if request.get(attribute).is_none() => {
-                    return (None, format!("match: the request has no {attribute}"));
+                    return Err(format!("match: the request has no {attribute}"));
                 }
-                (false, false) => return (None, format!("match: {attribute} does not match")),
+                (false, false) => return Err(format!("match: {attribute} does not match")),
             }
         }
         if let Some(number) = self.exempted_by(request) {
             let names = self.unless[number].iter().map(|it: &Condition| it.attribute.as_str());
             let names = names.collect::<Vec<_>>().join(" and ");
-            return (None, format!("unless: entry {} ({names}) matches", number + 1));
+            return Err(format!("unless: entry {} ({names}) matches", number + 1));
         }
         match self.count_of(request) {
-            Err(error) => (None, error.to_string()),
+            Err(error) => Err(error.to_string()),
             Ok(None) => {
                 let missing = self.missing_attribute(request).map_or("", KeySource::as_str);
-                (None, format!("key: the request has no {missing}"))
+                let reason = format!("key: the request has no {missing}");
+                match self.missing_key {
+                    MissingKey::Deny => Ok((None, reason + ", which denies it")),
+                    MissingKey::Skip => Err(reason),
+                }
             }
             Ok(Some((key, selected, ..)))
                 if let Some(found) =
@@ -100,27 +108,26 @@ impl Policy {
                 match found.effect {
                     OverrideEffect::Quota(numbers) => {
                         let limit = numbers.applied_to(selected, self).limit();
-                        (
-                            Some(key),
-                            format!("it matches; a run-time override sets the limit {limit}"),
-                        )
+                        let reason =
+                            format!("it matches; a run-time override sets the limit {limit}");
+                        Ok((Some(key), reason))
                     }
                     OverrideEffect::Unlimited => {
-                        (None, "a run-time override exempts it from the limit".to_owned())
+                        Err("a run-time override exempts it from the limit".to_owned())
                     }
                     OverrideEffect::Block => {
-                        (Some(key), "a run-time override blocks it".to_owned())
+                        Ok((Some(key), "a run-time override blocks it".to_owned()))
                     }
                 }
             }
             Ok(Some((key, quota, reason, 100))) => {
-                (Some(key), format!("{reason}; the limit is {}", quota.limit()))
+                Ok((Some(key), format!("{reason}; the limit is {}", quota.limit())))
             }
             Ok(Some((key, quota, reason, percent))) => {
                 let limit = quota.limit();
                 let reason =
                     format!("{reason}; the limit is {limit}, of which its lane has {percent}%");
-                (Some(key), reason)
+                Ok((Some(key), reason))
             }
         }
     }

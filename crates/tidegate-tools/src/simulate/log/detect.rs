@@ -6,39 +6,30 @@ use std::collections::BTreeSet;
 use anyhow::{Context as _, ensure};
 
 use super::columns::{Columns, W3C_FIELDS};
-use super::field::{Core, Field};
-use super::format::{FORMATS, FormatSyntax, TextFormat, quote_end};
+use super::field::{Core, FieldNames};
+use super::format::{FORMATS, TextFormat};
 use super::guess::guess;
 use super::line::{LineError, LineParts};
-use super::members::Members;
+use super::members::{Members, Syntax};
 use super::record::Record;
+use super::scan::split_word;
 use super::time::TimeParser;
 
 /// Maximum number of words of a prefix, which syslog, containers and the like put before a line.
 const MAX_PREFIX_WORDS: usize = 12;
 /// Maximum number of words of a time.
 const MAX_TIME_WORDS: usize = 6;
+/// Maximum number of lines that are in a member of another.
+const MAX_DEPTH: usize = 2;
 /// Names for any format, after the prefix that they put before lines.
 const ANY_FORMAT: [&str; 6] = ["auto", "docker", "compose", "cri", "syslog", "journald"];
-
-/// How much of a format a line must have to be recognized by it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Strictness {
-    /// All fields, and nothing else.
-    Whole,
-    /// A time, an address and a request.
-    Start,
-    /// The same, with a host name or nothing in place of the address.
-    AnyAddress,
-}
 
 /// Syntax of the lines.
 #[derive(Debug, Clone)]
 enum Layout {
     Text(TextFormat),
     Columns(Columns),
-    /// Named values. One of them may be a line of another format.
-    Members(Box<Members>, Option<Box<LineFormat>>),
+    Members(Box<Members>),
 }
 
 /// Format of the lines of a file.
@@ -49,8 +40,11 @@ pub(super) struct LineFormat {
     /// First word and number of words of the time in the prefix.
     prefix_time: Option<(usize, usize)>,
     layout: Layout,
-    named: Vec<(String, Field)>,
-    pub(super) times: TimeParser,
+    /// Format of the line that a member has.
+    inner: Option<Box<LineFormat>>,
+    /// How many of a method and a target a request must have.
+    required: usize,
+    times: TimeParser,
     /// Directives, if they are a guess.
     pub(super) guess: Option<String>,
 }
@@ -59,7 +53,7 @@ pub(super) struct LineFormat {
 #[derive(Debug, Clone)]
 pub(super) struct Detector {
     formats: Vec<Layout>,
-    named: Vec<(String, Field)>,
+    given: FieldNames,
     is_auto: bool,
     reads_columns: bool,
 }
@@ -67,22 +61,18 @@ pub(super) struct Detector {
 impl Detector {
     /// Creates a detector for `--log-format` and `--field`.
     pub(super) fn new(format: &str, fields: &[(String, String)]) -> anyhow::Result<Self> {
-        let named = |(name, path): &(String, String)| {
-            let path = path.replace(['"', ']'], "").replace('[', ".");
-            (path.trim_start_matches('.').to_owned(), Field::of_attribute(name))
-        };
-        let named: Vec<(String, Field)> = fields.iter().map(named).collect();
         let name = format.to_ascii_lowercase();
         let is_auto = ANY_FORMAT.contains(&name.as_str());
-        let mut detector = Self { formats: Vec::new(), named, is_auto, reads_columns: false };
-        for (names, syntax) in FORMATS {
-            if is_auto || names.split(' ').any(|known| known == name) {
-                detector.add(syntax)?;
+        let given = FieldNames::new(fields);
+        let mut detector = Self { formats: Vec::new(), given, is_auto, reads_columns: false };
+        for (names, known) in FORMATS {
+            if is_auto || names.split(' ').any(|it| it == name) {
+                detector.add(known)?;
             }
         }
         if format.contains(['$', '%']) {
             let context = || format!("--log-format {format:?}");
-            detector.add(&FormatSyntax::Text(format)).with_context(context)?;
+            detector.add(format).with_context(context)?;
         }
         let known = FORMATS.iter().flat_map(|(names, _)| names.split(' '));
         let known: BTreeSet<&str> = known.chain(ANY_FORMAT).collect();
@@ -95,149 +85,181 @@ impl Detector {
         Ok(detector)
     }
 
-    fn add(&mut self, syntax: &FormatSyntax<'_>) -> anyhow::Result<()> {
-        match syntax {
-            FormatSyntax::Text(text) => self.formats.push(Layout::Text(TextFormat::compile(text)?)),
-            FormatSyntax::Members(syntax) => {
-                let members = Box::new(Members::new(*syntax, &self.named));
-                self.formats.push(Layout::Members(members, None));
+    fn add(&mut self, format: &str) -> anyhow::Result<()> {
+        let members = |syntax| Layout::Members(Box::new(Members::new(syntax, self.given.clone())));
+        let layout = match format {
+            "json" => members(Syntax::Json),
+            "ltsv" => members(Syntax::Ltsv),
+            "logfmt" => members(Syntax::Logfmt),
+            "csv" => {
+                self.reads_columns = true;
+                return Ok(());
             }
-            FormatSyntax::Columns => self.reads_columns = true,
-        }
+            directives => Layout::Text(TextFormat::compile(directives)?),
+        };
+        self.formats.push(layout);
         Ok(())
     }
 
-    /// Recognizes the format by a line. `None`: the line is not a request of a known format.
-    pub(super) fn detect(&self, line: &str) -> Option<LineFormat> {
+    /// Recognizes the format by one of the first lines: by a request with an address, by names of
+    /// columns, by any request, or by a guess.
+    pub(super) fn detect(&self, lines: &[String]) -> Option<(usize, LineFormat)> {
+        let find = |detect: &dyn Fn(&str) -> Option<LineFormat>| {
+            let mut lines = lines.iter().enumerate();
+            lines.find_map(|(place, line)| Some((place, detect(line)?)))
+        };
+        find(&|line| self.detect_certain(line))
+            .or_else(|| find(&|line| self.best(line, &[], line, None)))
+            .or_else(|| find(&|line| guess(line).filter(|_| self.is_auto)))
+    }
+
+    fn detect_certain(&self, line: &str) -> Option<LineFormat> {
+        let columns = || {
+            let columns = Columns::parse(line, &self.given).filter(|_| self.reads_columns)?;
+            Some(LineFormat::new(Layout::Columns(columns), &self.given))
+        };
         if self.reads_columns && line.starts_with(W3C_FIELDS) {
-            return self.columns(line);
+            return columns();
         }
-        let columns = || self.columns(line).filter(|_| self.reads_columns);
-        let named = || self.find(line, Strictness::AnyAddress, 0);
-        self.detect_request(line)
-            .or_else(columns)
-            .or_else(named)
-            .or_else(|| guess(line).filter(|_| self.is_auto))
+        self.detect_request(line).or_else(columns)
     }
 
     /// Recognizes the format of a line among others by a request that it has.
     pub(super) fn detect_request(&self, line: &str) -> Option<LineFormat> {
-        [Strictness::Whole, Strictness::Start].into_iter().find_map(|it| self.find(line, it, 0))
+        self.find(line, 0)
     }
 
-    fn columns(&self, line: &str) -> Option<LineFormat> {
-        Some(LineFormat::new(
-            Layout::Columns(Columns::parse(line, |name| self.named(name))?),
-            &self.named,
-        ))
-    }
-
-    fn named(&self, name: &str) -> Option<Field> {
-        let same = |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
-        self.named.iter().find(same).map(|(_, field)| field.clone())
-    }
-
-    /// Finds a format that has all parts of a request in this line, after any prefix.
-    fn find(&self, line: &str, strictness: Strictness, depth: usize) -> Option<LineFormat> {
-        let mut words = Vec::new();
-        let mut rest = line;
-        while words.len() <= MAX_PREFIX_WORDS && !rest.is_empty() {
-            let prefix_time = prefix_time(&words);
-            for layout in &self.formats {
-                let candidate = LineFormat {
-                    prefix_words: words.len(),
-                    prefix_time,
-                    layout: layout.clone(),
-                    ..LineFormat::new(layout.clone(), &self.named)
-                };
-                if let Some(found) = self.accepted(candidate, line, rest, strictness, depth) {
-                    return Some(found);
-                }
+    /// Finds the format after the shortest prefix.
+    fn find(&self, line: &str, depth: usize) -> Option<LineFormat> {
+        let (mut prefix, mut rest) = (Vec::new(), line);
+        while prefix.len() <= MAX_PREFIX_WORDS && !rest.is_empty() {
+            if let Some(found) = self.best(line, &prefix, rest, Some(depth)) {
+                return Some(found);
             }
             let (word, after) = split_word(rest)?;
-            words.push(word);
+            prefix.push(word);
             rest = after;
         }
         None
     }
 
-    fn accepted(
+    /// Finds the format that fits best after a prefix. Without a depth, the
+    /// client may have a host name or no address.
+    fn best(
         &self,
-        mut candidate: LineFormat,
+        line: &str,
+        prefix: &[&str],
+        rest: &str,
+        depth: Option<usize>,
+    ) -> Option<LineFormat> {
+        let prefix_time = prefix_time(prefix);
+        let mut best = (0, None);
+        for layout in &self.formats {
+            let mut format = LineFormat {
+                prefix_words: prefix.len(),
+                prefix_time,
+                ..LineFormat::new(layout.clone(), &self.given)
+            };
+            let fit = self.fit(&mut format, line, rest, depth).unwrap_or(0);
+            if fit > best.0 {
+                best = (fit, Some(format));
+            }
+        }
+        best.1
+    }
+
+    /// Returns how well a format fits a line, if it is a request in this format.
+    fn fit(
+        &self,
+        format: &mut LineFormat,
         line: &str,
         rest: &str,
-        strictness: Strictness,
-        depth: usize,
-    ) -> Option<LineFormat> {
+        depth: Option<usize>,
+    ) -> Option<usize> {
         let mut record = Record::default();
-        match &mut candidate.layout {
-            Layout::Text(format) => {
-                let mut parts = LineParts::new(&mut record, false);
-                let matched = format.scan(rest, &mut parts).ok()?;
-                let address = parts.take(Core::Address);
-                let is_address = address.is_some_and(|text| super::address(&text).is_some());
-                let is_found = match strictness {
-                    Strictness::Whole => matched,
-                    Strictness::Start => true,
-                    Strictness::AnyAddress => candidate.prefix_words == 0,
-                };
-                let needs_address =
-                    format.has(Core::Address) && strictness != Strictness::AnyAddress;
-                let is_host = !format.starts_with_host()
-                    || parts.take(Core::Host).is_some_and(|host| is_host(&host));
-                if !is_found || !is_host || needs_address && !is_address {
-                    return None;
+        let mut parts = LineParts::new(&mut record, false);
+        let fit = format.layout.scan(rest, &mut parts).ok()?;
+        let message = parts.take(Core::Message);
+        if let Layout::Text(text) = &format.layout {
+            let is_address = |text: Cow<'_, str>| {
+                text.split(',').all(|hop| super::address(hop.trim()).is_some())
+            };
+            let lacks_address = match depth {
+                None => !text.may_lack_address(),
+                Some(_) if text.has(&[Core::Address]) => {
+                    !parts.take(Core::Address).is_some_and(is_address)
                 }
-                if format.has(Core::Time) {
-                    candidate.prefix_time = None;
-                }
-                record.clear();
+                // Without an address, the start of the line says little.
+                Some(_) => !text.is_complete(fit),
+            };
+            let is_host = |text: Cow<'_, str>| is_host(&text);
+            let lacks_host =
+                text.starts_with_host() && !parts.take(Core::Host).is_some_and(is_host);
+            if lacks_address || lacks_host {
+                return None;
             }
-            Layout::Members(members, inner) if strictness == Strictness::Whole => {
-                let mut parts = LineParts::new(&mut record, false);
-                parts.required = if self.named.is_empty() { 2 } else { 1 };
-                members.scan(rest, &mut parts).ok()?;
-                let message = parts.take(Core::Message);
-                if parts
-                    .finish(&mut TimeParser::default(), candidate.prefix_time.map(|_| "0"))
-                    .is_err()
-                {
-                    let message = message.filter(|_| depth < 2)?;
-                    let message = message.trim_ascii();
-                    let found = [Strictness::Whole, Strictness::Start]
-                        .into_iter()
-                        .find_map(|it| self.find(message, it, depth + 1));
-                    *inner = Some(Box::new(found.or_else(|| guess(message))?));
-                } else {
-                    members.learn_time();
-                }
-                record.clear();
+            if text.has(&[Core::Time]) {
+                format.prefix_time = None;
             }
-            _ => return None,
         }
-        candidate.parse(line, &mut record, false).ok()?;
-        let is_text = matches!(candidate.layout, Layout::Text(_));
-        (!is_text || is_usual(&record)).then_some(candidate)
+        record.clear();
+        let is_request = format.parse(line, &mut record, false).is_ok();
+        if matches!(format.layout, Layout::Text(_)) {
+            return (is_request && is_usual(&record)).then_some(fit);
+        }
+        let depth = depth.filter(|depth| is_request || *depth < MAX_DEPTH)?;
+        if !is_request {
+            let message = message?;
+            let inner = self.find(message.trim_ascii(), depth + 1);
+            format.inner = Some(Box::new(inner.or_else(|| guess(message.trim_ascii()))?));
+            record.clear();
+            format.parse(line, &mut record, false).ok()?;
+        }
+        Some(fit)
     }
 
     /// Returns the format of a file without a line that is a request.
     pub(super) fn fallback(&self) -> Option<LineFormat> {
         let [layout] = &self.formats[..] else { return None };
-        (!self.is_auto).then(|| LineFormat::new(layout.clone(), &self.named))
+        (!self.is_auto).then(|| LineFormat::new(layout.clone(), &self.given))
+    }
+}
+
+impl Layout {
+    /// Reads the values of a line, and returns how well it fits.
+    fn scan<'l>(
+        &mut self,
+        line: &'l str,
+        parts: &mut LineParts<'l, '_>,
+    ) -> Result<usize, LineError> {
+        match self {
+            Self::Text(format) => format.scan(line, parts).map_err(LineError::Bad),
+            Self::Columns(columns) => columns.scan(line, parts).map(|()| usize::MAX),
+            Self::Members(members) => {
+                members.scan(line, parts).map_err(LineError::Bad).map(|()| usize::MAX)
+            }
+        }
     }
 }
 
 impl LineFormat {
     pub(super) fn of_text(format: TextFormat) -> Self {
-        Self::new(Layout::Text(format), &[])
+        Self::new(Layout::Text(format), &FieldNames::default())
     }
 
-    fn new(layout: Layout, named: &[(String, Field)]) -> Self {
+    fn new(layout: Layout, given: &FieldNames) -> Self {
+        let required = match &layout {
+            Layout::Columns(_) => 0,
+            Layout::Members(_) if !given.is_empty() => 1,
+            Layout::Text(format) if !format.has(&[Core::Request, Core::Method]) => 1,
+            _ => 2,
+        };
         Self {
             prefix_words: 0,
             prefix_time: None,
             layout,
-            named: named.to_vec(),
+            inner: None,
+            required,
             times: TimeParser::default(),
             guess: None,
         }
@@ -251,9 +273,9 @@ impl LineFormat {
         }
     }
 
-    /// Returns whether the line that named the columns is part of the format.
+    /// Returns whether the line by which it was recognized names the columns, and is no comment.
     pub(super) fn has_header(&self) -> bool {
-        matches!(self.layout, Layout::Columns(_))
+        matches!(&self.layout, Layout::Columns(columns) if columns.has_header())
     }
 
     /// Reads a line into an empty record.
@@ -277,52 +299,21 @@ impl LineFormat {
         let mut rest = line;
         let mut prefix = [""; MAX_PREFIX_WORDS];
         for word in prefix.iter_mut().take(self.prefix_words) {
-            let (found, after) = split_word(rest).ok_or(LineError::Bad("it has too few words"))?;
-            *word = found;
-            rest = after;
+            let split = split_word(rest).ok_or(LineError::Bad("it has too few words"))?;
+            (*word, rest) = split;
         }
         let own = self.prefix_time.map(|(first, count)| time_text(&prefix[first..first + count]));
         let time = own.as_deref().or(time);
         let mut parts = LineParts::new(record, only_time);
-        match &mut self.layout {
-            Layout::Text(format) => {
-                if !format.has(Core::Request) && !format.has(Core::Method) {
-                    parts.required = 1;
-                }
-                format.scan(rest, &mut parts).map_err(LineError::Bad)?;
-            }
-            Layout::Columns(columns) => {
-                if line.starts_with('#') {
-                    if line.starts_with(W3C_FIELDS) {
-                        let named = &self.named;
-                        let named = |name: &str| {
-                            let same =
-                                |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
-                            named.iter().find(same).map(|(_, field)| field.clone())
-                        };
-                        *columns = Columns::parse(line, named)
-                            .ok_or(LineError::Bad("it names no column for the time"))?;
-                    }
-                    return Err(LineError::Comment);
-                }
-                parts.required = 0;
-                columns.scan(rest, &mut parts).map_err(LineError::Bad)?;
-            }
-            Layout::Members(members, inner) => {
-                parts.required = if self.named.is_empty() { 2 } else { 1 };
-                members.scan(rest, &mut parts).map_err(LineError::Bad)?;
-                if let Some(inner) = inner {
-                    let message = parts.take(Core::Message);
-                    let message = message.ok_or(LineError::Bad("it has no line in it"))?;
-                    let outer = parts.take_time();
-                    let time = outer.as_deref().or(time);
-                    let record = parts.into_record();
-                    record.clear();
-                    return inner.parse_after(message.trim_ascii(), time, record, only_time);
-                }
-            }
-        }
-        parts.finish(&mut self.times, time)
+        self.layout.scan(rest, &mut parts)?;
+        let Some(inner) = &mut self.inner else {
+            return parts.finish(&mut self.times, time, self.required);
+        };
+        let message = parts.take(Core::Message).ok_or(LineError::Bad("it has no line in it"))?;
+        let outer = parts.take_time();
+        let record = parts.into_record();
+        record.clear();
+        inner.parse_after(message.trim_ascii(), outer.as_deref().or(time), record, only_time)
     }
 }
 
@@ -342,20 +333,6 @@ fn is_usual(record: &Record) -> bool {
     method.bytes().all(|byte| byte.is_ascii_uppercase()) && (is_target || method == "CONNECT")
 }
 
-/// Splits off a word. Quotes and brackets at its start hold it together.
-pub(super) fn split_word(text: &str) -> Option<(&str, &str)> {
-    let text = text.trim_start_matches([' ', '\t']);
-    let bytes = text.as_bytes();
-    let held = match bytes.first()? {
-        b'"' => quote_end(&bytes[1..]).map(|(end, _)| end + 2),
-        b'[' => memchr::memchr(b']', bytes).map(|end| end + 1),
-        _ => Some(0),
-    };
-    let held = held.unwrap_or(0);
-    let end = text[held..].find([' ', '\t']).map_or(text.len(), |end| held + end);
-    Some((&text[..end], text[end..].trim_start_matches([' ', '\t'])))
-}
-
 /// Returns the text of a time in words, without what syslog writes before it.
 fn time_text<'l>(words: &[&'l str]) -> Cow<'l, str> {
     let bare = |word: &'l str| match word.split_once('>') {
@@ -364,21 +341,26 @@ fn time_text<'l>(words: &[&'l str]) -> Cow<'l, str> {
     };
     match words {
         [word] => Cow::Borrowed(bare(word)),
-        words => {
-            let words: Vec<&str> = words.iter().copied().map(bare).collect();
-            Cow::Owned(words.join(" "))
-        }
+        words => Cow::Owned(words.iter().copied().map(bare).collect::<Vec<_>>().join(" ")),
     }
 }
 
 /// Finds the time in words: the first one, and of those the longest.
 pub(super) fn prefix_time(words: &[&str]) -> Option<(usize, usize)> {
     let mut times = TimeParser::default();
+    // The hyphen of an absent value is not part of a time.
+    let is_part = |word: &str| {
+        let bare = word.trim_start_matches(['[', '<', '(', '"', '+', '-']);
+        bare.starts_with(|c: char| c.is_ascii_alphanumeric())
+    };
     (0..words.len()).find_map(|first| {
         let counts = (1..=MAX_TIME_WORDS.min(words.len() - first)).rev();
         counts.into_iter().map(|count| (first, count)).find(|(first, count)| {
             let text = time_text(&words[*first..first + count]);
-            text.len() >= 10 && times.parse(&text).is_some_and(|time| time > 100_000_000_000_000)
+            is_part(words[*first])
+                && is_part(words[first + count - 1])
+                && text.len() > 10
+                && times.parse(&text).is_some_and(|time| time > 100_000_000_000_000)
         })
     })
 }

@@ -1,6 +1,6 @@
 //! [`Field`]: what a part of a log line means, by the name that a server gives to it.
 
-use std::borrow::Cow;
+use std::sync::Arc;
 
 /// Meaning of a part of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +30,8 @@ pub(super) enum Core {
     Cost,
     /// Text of an envelope, which may be a line of another format.
     Message,
+    /// Name of the log that a program writes.
+    Logger,
     /// Last text of nginx's usual format, which other formats use for something else.
     Forwarded,
 }
@@ -39,87 +41,99 @@ impl Core {
 }
 
 /// Parts by the letters and digits of their names in logs, and their ranks.
+#[rustfmt::skip]
 const CORES: &[(Core, u8, &str)] = &[
     // The start of a request is preferred to the time of its line.
-    (Core::Time, 0, "startutc starttime startedat edgestarttimestamp requestreceivedtimestamp"),
-    (Core::Time, 1, "timelocal timeiso8601 msec ts time timestamp startlocal datetime eventtime"),
-    (Core::Time, 1, "reqtimesec requesttimeepoch eventtimestamp logtime accesstime"),
-    (
-        Core::Time,
-        2,
-        "requesttime receivetimestamp asctime realtimetimestamp sourcerealtimetimestamp",
-    ),
+    (Core::Time, 0, "startutc starttime startedat edgestarttimestamp requestreceivedtimestamp \
+                     timestart"),
+    (Core::Time, 1, "timelocal timeiso8601 msec ts time timestamp startlocal datetime eventtime \
+                     reqtimesec requesttimeepoch eventtimestamp logtime accesstime"),
+    (Core::Time, 2, "requesttime receivetimestamp asctime realtimetimestamp \
+                     sourcerealtimetimestamp"),
     (Core::Date, 1, "date"),
     (Core::Address, 0, "clientip"),
-    (Core::Address, 1, "remoteaddr remoteaddress remoteip remotehost remote clienthost client cip"),
-    (Core::Address, 1, "clientaddr clientaddress clientipaddress sourceip srcip src ip cliip"),
-    (Core::Address, 1, "downstreamremoteaddress downstreamremoteaddresswithoutport clientsrcip"),
-    (Core::Address, 2, "downstreamdirectremoteaddress downstreamdirectremoteaddresswithoutport"),
-    (Core::Address, 2, "realipremoteaddr socketip netpeerip networkpeeraddress peer peerip"),
+    (Core::Address, 1, "remoteaddr remoteaddress remoteip remotehost remote clienthost client cip \
+                        clientaddr clientaddress clientipaddress sourceip srcip src ip cliip \
+                        downstreamremoteaddress downstreamremoteaddresswithoutport clientsrcip \
+                        sourceipport clientipport"),
+    (Core::Address, 2, "downstreamdirectremoteaddress downstreamdirectremoteaddresswithoutport \
+                        realipremoteaddr socketip netpeerip networkpeeraddress peer peerip"),
     (Core::Request, 1, "request requestline req httprequest"),
     (Core::Method, 1, "method requestmethod httpmethod clientrequestmethod csmethod reqmethod"),
     (Core::Method, 2, "verb httpverb"),
-    (Core::Target, 0, "requesturi xenvoyoriginalpath"),
-    (
-        Core::Target,
-        1,
-        "target url requesturl clientrequesturi originalurl urloriginal requesttarget",
-    ),
-    (Core::Target, 1, "requestpath httptarget httpurl urlfull csuri"),
-    (Core::Target, 2, "uri urlpath csuristem reqpath httppath requesturipath uripath uristem"),
-    (Core::Target, 3, "path clientrequestpath documenturi"),
-    (Core::Target, 4, "resourcepath route"),
+    (Core::Target, 0, "originalrequesturiwithargs"),
+    (Core::Target, 1, "requesturi xenvoyoriginalpath xenvoyoriginpath"),
+    (Core::Target, 2, "target url requesturl clientrequesturi originalurl urloriginal \
+                       requesttarget requestpath httptarget httpurl urlfull csuri \
+                       protopayloadresource"),
+    (Core::Target, 3, "uri urlpath csuristem reqpath httppath requesturipath uripath uristem"),
+    (Core::Target, 4, "path clientrequestpath documenturi"),
+    (Core::Target, 5, "resourcepath route"),
     (Core::Query, 1, "querystring args csuriquery urlquery requestquery querystr query uriquery"),
-    (Core::Host, 0, "xhostheader"),
+    (Core::Host, 0, "xhostheader originalhost"),
     (Core::Host, 1, "httphost requesthost authority clientrequesthost cshost reqhost vhost"),
     (Core::Host, 2, "host domain urldomain virtualhost"),
     (Core::Host, 3, "servername"),
-    (Core::Status, 1, "status statuscode responsecode responsestatus httpstatus httpstatuscode"),
-    (
-        Core::Status,
-        1,
-        "edgeresponsestatus downstreamstatus scstatus responsestatuscode elbstatuscode",
-    ),
+    (Core::Status, 1, "status statuscode responsecode responsestatus httpstatus httpstatuscode \
+                       edgeresponsestatus downstreamstatus scstatus responsestatuscode \
+                       elbstatuscode"),
     (Core::Status, 2, "code respstatus resstatuscode responsestatuscodevalue"),
-    (Core::Bytes, 1, "bodybytessent bytes responsesize scbytes edgeresponsebytes responsebytes"),
-    (Core::Bytes, 1, "downstreamcontentsize httpresponsebytes responsebodybytes"),
+    (Core::Bytes, 1, "bodybytessent bytes responsesize scbytes edgeresponsebytes responsebytes \
+                      downstreamcontentsize httpresponsebytes responsebodybytes sentbytes"),
     (Core::Bytes, 2, "bytessent size contentlength bodybytes rescontentlength"),
     (Core::User, 1, "remoteuser csusername clientusername authuser"),
     (Core::User, 2, "username user"),
     (Core::Cost, 1, "cost"),
     (Core::Message, 1, "log message msg line textpayload"),
     (Core::Forwarded, 1, "maybeforwarded"),
+    (Core::Logger, 1, "logger"),
 ];
 
 /// Headers by the letters and digits of their names in logs.
+#[rustfmt::skip]
 const HEADERS: &[(&str, &str)] = &[
     ("header.referer", "referer referrer httpreferrer csreferer clientrequestreferer"),
-    (
-        "header.user-agent",
-        "useragent agent ua csuseragent clientrequestuseragent useragentoriginal",
-    ),
+    ("header.user-agent", "useragent agent ua csuseragent clientrequestuseragent \
+                           useragentoriginal"),
     ("header.x-forwarded-for", "xforwardedfor forwardedfor xff fwd clientrequestxff"),
 ];
 
+/// Maximum number of the last names of a member that are compared.
+const MAX_PARTS: usize = 8;
+
 /// Objects with the parts of something else than the request.
-const OTHER_SIDES: [&str; 16] = [
-    "response",
-    "resp",
-    "res",
-    "reply",
-    "upstream",
-    "server",
-    "destination",
-    "backend",
-    "origin",
-    "observer",
-    "agent",
-    "host",
-    "service",
-    "kubernetes",
-    "container",
-    "target",
-];
+const OTHER_SIDES: &str = "response resp res reply upstream server destination backend origin \
+    observer agent host service kubernetes container target";
+
+/// Names that the user gave, and their fields.
+#[derive(Debug, Clone, Default)]
+pub(super) struct FieldNames(pub(super) Arc<[(String, Field)]>);
+
+impl FieldNames {
+    /// Parses the values of `--field`.
+    pub(super) fn new(flags: &[(String, String)]) -> Self {
+        let named = |(name, path): &(String, String)| {
+            let path = path.replace(['"', ']'], "").replace('[', ".");
+            (path.trim_start_matches('.').to_owned(), Field::of_attribute(name))
+        };
+        Self(flags.iter().map(named).collect())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns the field that a name was given to.
+    pub(super) fn get(&self, name: &str) -> Option<Field> {
+        let same = |(known, _): &&(String, Field)| known.eq_ignore_ascii_case(name);
+        self.0.iter().find(same).map(|(_, field)| field.clone())
+    }
+}
+
+/// Returns whether a text has this word.
+fn has(words: &str, wanted: &str) -> bool {
+    words.split_ascii_whitespace().any(|word| word == wanted)
+}
 
 impl Field {
     /// Returns the meaning of a name: of an nginx variable, a column, or a member of JSON whose
@@ -134,23 +148,28 @@ impl Field {
         {
             return attribute(name.to_owned());
         }
-        let parts: Vec<String> = name.split('.').map(letters).collect();
+        let mut parts: Vec<String> = name.rsplit('.').take(MAX_PARTS).map(letters).collect();
+        parts.reverse();
         if let [parents @ .., parent, _] = &parts[..]
             && ["headers", "header", "requestheaders", "reqheaders"].contains(&&**parent)
         {
-            let is_other = parents.iter().any(|parent| OTHER_SIDES.contains(&&**parent));
-            return if is_other { Self::Skip } else { header(last) };
+            return match last {
+                _ if parents.iter().any(|parent| has(OTHER_SIDES, parent)) => Self::Skip,
+                host if host.eq_ignore_ascii_case("host") => Self::Core(Core::Host, 2),
+                _ => header(last),
+            };
         }
         for start in 0..parts.len() {
             let joined = parts[start..].concat();
-            let has = |names: &str| names.split(' ').any(|name| name == joined);
-            if let Some((core, rank, _)) = CORES.iter().find(|(.., names)| has(names)) {
-                return Self::Core(*core, *rank);
+            if let Some((core, rank, _)) = CORES.iter().find(|(.., names)| has(names, &joined)) {
+                // The time of an inner object is that of something else.
+                let is_inner = *core == Core::Time && start > 0;
+                return Self::Core(*core, *rank + u8::from(is_inner));
             }
-            if let Some((header, _)) = HEADERS.iter().find(|(_, names)| has(names)) {
+            if let Some((header, _)) = HEADERS.iter().find(|(_, names)| has(names, &joined)) {
                 return Self::Attribute((*header).into());
             }
-            if OTHER_SIDES.contains(&&*parts[start]) {
+            if has(OTHER_SIDES, &parts[start]) {
                 return Self::Skip;
             }
         }
@@ -187,38 +206,4 @@ impl Field {
 /// Returns the letters and digits of a name in lower case: servers separate words in all ways.
 fn letters(name: &str) -> String {
     name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
-}
-
-/// Decodes `\xNN`, `\uNNNN`, and a backslash before another character.
-pub(super) fn unescaped(escaped: Cow<'_, str>) -> Cow<'_, str> {
-    if !escaped.contains('\\') {
-        return escaped;
-    }
-    let mut plain = Vec::with_capacity(escaped.len());
-    let mut rest = escaped.as_bytes();
-    while let [first, after @ ..] = rest {
-        let hex = |from: usize, to: usize| {
-            let digits = str::from_utf8(after.get(from..to)?).ok()?;
-            u32::from_str_radix(digits, 16).ok()
-        };
-        let (character, used) = match (first, after) {
-            (b'\\', [b'x' | b'X', ..]) => (hex(1, 3).and_then(char::from_u32), 4),
-            (b'\\', [b'u', ..]) => (hex(1, 5).and_then(char::from_u32), 6),
-            (b'\\', [b'n', ..]) => (Some('\n'), 2),
-            (b'\\', [b't', ..]) => (Some('\t'), 2),
-            (b'\\', [b'r', ..]) => (Some('\r'), 2),
-            (b'\\', [escaped @ (b'"' | b'\\' | b'/'), ..]) => (Some(char::from(*escaped)), 2),
-            _ => (None, 1),
-        };
-        match character {
-            Some(character) if used == 6 => {
-                plain.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes());
-            }
-            Some(byte) => plain.push(u8::try_from(u32::from(byte)).unwrap_or(b'?')),
-            None => plain.push(*first),
-        }
-        let used = if character.is_some() { used } else { 1 };
-        rest = &rest[used..];
-    }
-    Cow::Owned(tidegate::decode_value(&plain).into_owned())
 }

@@ -7,6 +7,9 @@ use tidegate::Attributes as _;
 use super::record::Record;
 use super::time::TimeParser;
 
+/// Attributes of all lines.
+const ATTRIBUTES: [&str; 7] = ["method", "path", "host", "ip", "status", "bytes", "remote_user"];
+
 /// Conditions that a request has to meet.
 #[derive(Debug, Default)]
 pub(super) struct RequestFilter {
@@ -24,6 +27,22 @@ struct Condition {
 }
 
 impl RequestFilter {
+    /// Checks that lines have the attributes, or `columns` of their own.
+    pub(super) fn check(&self, columns: &[&str]) -> anyhow::Result<()> {
+        for Condition { name, .. } in &self.conditions {
+            let kind = name.split_once('.').map(|(kind, _)| kind);
+            let is_known = ATTRIBUTES.contains(&name.as_str())
+                || kind.is_some_and(|kind| ["header", "query", "cookie"].contains(&kind));
+            ensure!(
+                is_known || columns.contains(&name.as_str()),
+                "--where {name}: requests have {}, header.NAME, query.NAME and cookie.NAME; write \
+                 NAME=VALUE or NAME!=VALUE",
+                ATTRIBUTES.join(", ")
+            );
+        }
+        Ok(())
+    }
+
     pub(super) fn new(
         from: Option<&str>,
         until: Option<&str>,

@@ -4,68 +4,88 @@ use std::borrow::Cow;
 
 use anyhow::ensure;
 
-use super::field::{Core, Field, unescaped};
+use super::field::{Core, Field};
 use super::line::LineParts;
-use super::members::Syntax;
+use super::scan::{quoted, unescaped};
 
-/// Syntax of a format.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum FormatSyntax<'f> {
-    /// Directives.
-    Text(&'f str),
-    Members(Syntax),
-    Columns,
-}
+/// More than the number of fields of a format.
+const MAX_FIELDS: usize = 1_000;
 
-/// Formats with their names. A line may have less than its format: everything after the request.
+/// Formats with their names: directives, or a syntax that names its values. A line may have less than
+/// its format: everything after the request.
 #[rustfmt::skip]
-pub(super) const FORMATS: &[(&str, FormatSyntax<'static>)] = &[
-    ("json caddy traefik cloudflare envoy-json envoy istio gcp azure",
-     FormatSyntax::Members(Syntax::Json)),
-    ("vhost_combined", FormatSyntax::Text(
-         "$host $remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
-          \"$http_referer\" \"$http_user_agent\"")),
-    ("combined common nginx apache traefik gunicorn morgan", FormatSyntax::Text(
-         "$remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
-          \"$http_referer\" \"$http_user_agent\" \"$maybe_forwarded\"")),
-    ("envoy istio", FormatSyntax::Text(
-         "[$time] \"$method $target $_\" $status $_ $_ $bytes $_ $_ \"$http_x_forwarded_for\" \
-          \"$http_user_agent\" \"$_\" \"$authority\" \"$_\"")),
-    ("envoy istio", FormatSyntax::Text(
-         "[$time] \"$method $target $_\" $status $_ $_ $_ \"$_\" $_ $bytes $_ $_ \
-          \"$http_x_forwarded_for\" \"$http_user_agent\" \"$_\" \"$authority\" \"$_\" $_ $_ $_ \
-          $remote_addr $_ $_")),
-    ("haproxy", FormatSyntax::Text(
-         "$remote_addr [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ \
-          \"$request\"")),
-    ("alb", FormatSyntax::Text(
-         "$_ $time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
-          \"$http_user_agent\"")),
-    ("elb", FormatSyntax::Text(
-         "$time $_ $remote_addr $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
-          \"$http_user_agent\"")),
-    ("s3", FormatSyntax::Text(
-         "$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ \"$request\" $status $_ $bytes \
-          $_ $_ $_ \"$http_referer\" \"$http_user_agent\"")),
-    ("squid", FormatSyntax::Text(
-         "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user")),
-    ("uvicorn", FormatSyntax::Text(
-         "$remote_addr - \"$request\" $status")),
-    ("gin", FormatSyntax::Text(
-         "$time | $status | $_ | $remote_addr | $method \"$target\"")),
-    ("rails", FormatSyntax::Text(
-         "Started $method \"$target\" for $remote_addr at $time")),
-    ("ltsv", FormatSyntax::Members(Syntax::Ltsv)),
-    ("logfmt heroku", FormatSyntax::Members(Syntax::Logfmt)),
-    ("csv tsv w3c iis cloudfront", FormatSyntax::Columns),
+pub(super) const FORMATS: &[(&str, &str)] = &[
+    ("json caddy traefik cloudflare envoy-json envoy istio gcp azure", "json"),
+    ("vhost_combined",
+     "$host $remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
+      \"$http_referer\" \"$http_user_agent\" \"$maybe_forwarded\""),
+    ("lighttpd",
+     "$remote_addr $host $remote_user [$time_local] \"$request\" $status $bytes \
+      \"$http_referer\" \"$http_user_agent\""),
+    ("nginx",
+     "$remote_addr - [$_] - $remote_user [$time_local] \"$request\" $status $bytes \
+      \"$http_referer\" \"$http_user_agent\""),
+    ("combined common nginx apache traefik gunicorn morgan",
+     "$remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes \
+      \"$http_referer\" \"$http_user_agent\" \"$maybe_forwarded\""),
+    ("tomcat",
+     "$remote_addr $_ $remote_user [$time_local] \"$request\" $status $bytes $_ \
+      \"$http_user_agent\""),
+    ("api-gateway",
+     "$remote_addr $_ $remote_user [$time_local]\"$request\" $status $bytes $_"),
+    ("apisix",
+     "$remote_addr $_ $remote_user [$time_local] $host \"$request\" $status $bytes $_ \
+      \"$http_referer\" \"$http_user_agent\""),
+    ("apache",
+     "[$time_local] $remote_addr TLS$_ $_ \"$request\" $bytes"),
+    ("envoy istio",
+     "[$time] \"$method $target $_\" $status $_ $_ $bytes $_ $_ \"$http_x_forwarded_for\" \
+      \"$http_user_agent\" \"$_\" \"$authority\" \"$_\""),
+    ("envoy istio",
+     "[$time] \"$method $target $_\" $status $_ $_ $_ \"$_\" $_ $bytes $_ $_ \
+      \"$http_x_forwarded_for\" \"$http_user_agent\" \"$_\" \"$authority\" \"$_\" $_ $_ $_ \
+      $remote_addr $_ $_"),
+    ("istio",
+     "[$time] \"$method $target $_\" $status $_ \"$_\" \"$_\" $_ $bytes $_ $_ \
+      \"$http_x_forwarded_for\" \"$http_user_agent\" \"$_\" \"$authority\" \"$_\" $_ $_ $_ \
+      $remote_addr $_ $_"),
+    ("haproxy",
+     "$remote_addr:$_ [$time_local] $_ $_ $_/$_/$_/$_/$_ $status $bytes $_ $_ $_ $_ $_ \
+      \"$request\""),
+    ("alb",
+     "$_ $time $_ $remote_addr:$_ $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+      \"$http_user_agent\""),
+    ("elb",
+     "$time $_ $remote_addr:$_ $_ $_ $_ $_ $status $_ $_ $bytes \"$request\" \
+      \"$http_user_agent\""),
+    ("s3",
+     "$_ $_ [$time_local] $remote_addr $remote_user $_ $_ $_ \"$request\" $status $_ $bytes \
+      $_ $_ $_ \"$http_referer\" \"$http_user_agent\""),
+    ("squid",
+     "$time $_ $remote_addr $_/$status $bytes $method $target $remote_user"),
+    ("uvicorn",
+     "$remote_addr - \"$request\" $status"),
+    ("uwsgi",
+     "[$_] $remote_addr ($_) {$_} [$time] $method $target => generated $bytes bytes in $_ \
+      msecs (HTTP/$_ $status)"),
+    ("gin",
+     "$time | $status | $_ | $remote_addr | $method \"$target\""),
+    ("rails",
+     "Started $method \"$target\" for $remote_addr at $time"),
+    ("nginx-proxy-manager",
+     "[$time_local] $_ $_ $status - $method $_ $host \"$target\" [Client $remote_addr] \
+      [Length $bytes] [Gzip $_] [Sent-to $_] \"$http_user_agent\" \"$http_referer\""),
+    ("ltsv", "ltsv"),
+    ("logfmt heroku", "logfmt"),
+    ("csv tsv w3c iis cloudfront", "csv"),
 ];
 
 /// Field of a format, and the text after it.
 #[derive(Debug, Clone)]
 struct Piece {
     field: Field,
-    after: Box<str>,
-    is_quoted: bool,
+    /// Blanks in it are one space.
+    after: String,
     /// Number of words of the value.
     words: usize,
 }
@@ -73,7 +93,7 @@ struct Piece {
 /// Format of lines: texts, and the fields between them.
 #[derive(Debug, Clone)]
 pub(super) struct TextFormat {
-    start: Box<str>,
+    start: String,
     pieces: Vec<Piece>,
     /// Number of pieces up to the time.
     time_end: usize,
@@ -82,209 +102,179 @@ pub(super) struct TextFormat {
 impl TextFormat {
     /// Compiles directives of nginx (`$remote_addr`), Apache (`%h`) or Envoy (`%START_TIME%`).
     pub(super) fn compile(text: &str) -> anyhow::Result<Self> {
-        let text = text.replace("\\\"", "\"").replace("\\t", "\t");
+        // Apache writes brackets around a time without a format of its own.
+        let text = text.replace("\\\"", "\"").replace("\\t", "\t").replace("%t", "[$time]");
         let mut start = String::new();
-        let mut pieces: Vec<(Field, String, usize)> = Vec::new();
+        let mut pieces: Vec<Piece> = Vec::new();
         let mut rest = text.as_str();
         while let Some(first) = rest.chars().next() {
             let found = match first {
                 '$' => nginx(rest),
-                '%' => envoy(rest).or_else(|| apache(rest)).map(|(field, used)| (field, used, 1)),
+                '%' => envoy(rest).or_else(|| apache(rest)),
                 _ => None,
             };
-            let literal =
-                |pieces: &mut Vec<(Field, String, usize)>, start: &mut String, text: &str| {
-                    pieces.last_mut().map_or(start, |(_, after, _)| after).push_str(text);
-                };
-            let Some((field, used, words)) = found else {
-                ensure!(
-                    !"$%".contains(first) || rest.starts_with("%%"),
-                    "{rest:?} is no directive"
-                );
-                let doubled = rest.starts_with("%%");
-                literal(&mut pieces, &mut start, &rest[..first.len_utf8()]);
-                rest = &rest[first.len_utf8() + usize::from(doubled)..];
+            if let Some((field, words, after)) = found {
+                pieces.push(Piece { field, after: String::new(), words });
+                rest = after;
                 continue;
-            };
-            // Apache writes brackets around a time without a format of its own.
-            let is_bracketed = &rest[..used] == "%t";
-            // An address of IPv6 has colons, too, and a target may have a query: they are one.
-            let is_rest = match pieces.last() {
-                Some((Field::Core(Core::Address, _), after, _)) => {
-                    after == ":" && field == Field::Skip
-                }
-                Some((Field::Core(Core::Target, _), after, _)) => {
-                    after.is_empty() && matches!(field, Field::Core(Core::Query, _))
-                }
-                _ => false,
-            };
-            if is_bracketed {
-                literal(&mut pieces, &mut start, "[");
             }
-            if is_rest {
-                pieces.last_mut().into_iter().for_each(|(_, after, _)| after.clear());
-            } else {
-                let after = if is_bracketed { "]".to_owned() } else { String::new() };
-                pieces.push((field, after, words));
+            let is_doubled = rest.starts_with("%%");
+            ensure!(!"$%".contains(first) || is_doubled, "{rest:?} is no directive");
+            let literal = pieces.last_mut().map_or(&mut start, |piece| &mut piece.after);
+            let literal_char = if first == '\t' { ' ' } else { first };
+            if literal_char != ' ' || !literal.ends_with(' ') {
+                literal.push(literal_char);
             }
-            rest = &rest[used..];
+            rest = &rest[first.len_utf8() + usize::from(is_doubled)..];
         }
-        let has = |wanted: &[Core]| {
-            pieces
-                .iter()
-                .any(|(field, ..)| matches!(field, Field::Core(core, _) if wanted.contains(core)))
-        };
-        ensure!(has(&[Core::Request, Core::Target]), "it has no $request, and no path");
-        let is_time = |field: &Field| matches!(field, Field::Core(Core::Time | Core::Date, _));
-        let time_end = pieces.iter().rposition(|(field, ..)| is_time(field)).map_or(0, |at| at + 1);
-        let mut before = start.as_str();
-        let mut compiled = Vec::with_capacity(pieces.len());
-        for (field, after, words) in &pieces {
-            let is_quoted = before.ends_with('"') && after.starts_with('"');
-            let text: Box<str> = after.as_str().into();
-            compiled.push(Piece { field: field.clone(), after: text, is_quoted, words: *words });
-            before = after;
-        }
-        Ok(Self { start: start.into(), pieces: compiled, time_end })
+        let is_time = |piece: &Piece| piece.is_any(&[Core::Time, Core::Date]);
+        let time_end = pieces.iter().rposition(is_time).map_or(0, |at| at + 1);
+        let format = Self { start, pieces, time_end };
+        ensure!(format.has(&[Core::Request, Core::Target]), "it has no $request, and no path");
+        Ok(format)
     }
 
-    /// Returns whether it has this part of a request.
-    pub(super) fn has(&self, wanted: Core) -> bool {
-        self.pieces
-            .iter()
-            .any(|piece| matches!(piece.field, Field::Core(core, _) if core == wanted))
+    /// Returns whether it has one of these parts of a request.
+    pub(super) fn has(&self, wanted: &[Core]) -> bool {
+        self.pieces.iter().any(|piece| piece.is_any(wanted))
     }
 
-    /// Returns whether lines start with a host.
+    /// Returns whether the client is unknown, or what lines start with.
+    pub(super) fn may_lack_address(&self) -> bool {
+        !self.has(&[Core::Address]) || self.pieces[0].is_any(&[Core::Address])
+    }
+
+    /// Returns whether a line that fits so well has all fields.
+    pub(super) fn is_complete(&self, fit: usize) -> bool {
+        fit % MAX_FIELDS == self.pieces.len()
+    }
+
+    /// Returns whether lines start with a host, or have it in the place of the identity.
     pub(super) fn starts_with_host(&self) -> bool {
-        matches!(self.pieces[..], [Piece { field: Field::Core(Core::Host, _), .. }, ..])
+        self.pieces.iter().take(2).any(|piece| piece.is_any(&[Core::Host]))
     }
 
-    /// Reads the fields of a line. Returns whether the line has all of them, and nothing else.
+    /// Reads the fields of a line. Returns how well it fits: the number of fields that it has, and
+    /// above all whether it has nothing else.
     pub(super) fn scan<'l>(
         &self,
         line: &'l str,
         parts: &mut LineParts<'l, '_>,
-    ) -> Result<bool, &'static str> {
-        let mut rest = line.strip_prefix(&*self.start).ok_or("it does not have the format")?;
-        let count =
-            if parts.only_time && self.time_end > 0 { self.time_end } else { self.pieces.len() };
-        for piece in &self.pieces[..count] {
-            let (value, after) = piece.split(rest)?;
-            let length = value.len();
-            parts.add(&piece.field, value);
-            match after {
-                Some(after) => rest = after,
-                // The line ends early, and the required parts are checked later.
-                None => return Ok(piece.after.is_empty() && rest.len() == length),
+    ) -> Result<usize, &'static str> {
+        let mut rest = skip(line, &self.start).ok_or("it does not have the format")?;
+        let mut is_quoted = self.start.ends_with('"');
+        let mut count = 0;
+        for piece in &self.pieces {
+            if parts.only_time && count == self.time_end && count > 0 {
+                break;
             }
+            let quote = is_quoted && piece.after.starts_with('"');
+            let (value, after) = piece.split(rest, quote)?;
+            parts.add(&piece.field, value);
+            rest = after;
+            count += 1;
+            // If the line ends early, the required parts are checked later.
+            let Some(after) = skip(rest, &piece.after[usize::from(quote)..]) else { break };
+            rest = after;
+            is_quoted = piece.after.ends_with('"');
         }
-        Ok(rest.is_empty())
+        Ok(count + if rest.is_empty() { MAX_FIELDS } else { 0 })
     }
 }
 
 impl Piece {
-    /// Splits a text into the value and the text after the literal, if it has the literal.
-    fn split<'l>(&self, rest: &'l str) -> Result<(Cow<'l, str>, Option<&'l str>), &'static str> {
-        let literal = &*self.after;
-        let bytes = rest.as_bytes();
-        let is_blank = literal.starts_with([' ', '\t']);
-        let own_quotes = !self.is_quoted && is_blank && bytes.first() == Some(&b'"');
-        if self.is_quoted || own_quotes {
-            let start = usize::from(own_quotes);
-            let (end, has_escapes) =
-                quote_end(&bytes[start..]).ok_or("a quote in it is not closed")?;
-            let (value, after) = (&rest[start..start + end], &rest[start + end + start..]);
-            let value = Cow::Borrowed(value);
-            let value = if has_escapes { unescaped(value) } else { value };
-            return Ok((value, skip(after, literal)));
-        }
-        let (end, after) = self.bare_end(rest);
-        let value = Cow::Borrowed(&rest[..end]);
-        let may_have_escapes =
-            matches!(self.field, Field::Attribute(_) | Field::Core(Core::Target | Core::User, _));
-        Ok((if may_have_escapes { unescaped(value) } else { value }, after))
+    fn is_any(&self, wanted: &[Core]) -> bool {
+        matches!(self.field, Field::Core(core, _) if wanted.contains(&core))
     }
 
-    /// Returns the end of a value without quotes, and the text after the literal.
-    fn bare_end<'l>(&self, rest: &'l str) -> (usize, Option<&'l str>) {
-        let literal = &*self.after;
-        let Some(first) = literal.bytes().next() else {
-            let is_end = |c: char| match self.field {
-                Field::Core(Core::Host, _) => c == '/',
-                Field::Core(Core::Time | Core::Request, _) | Field::Attribute(_) => false,
-                _ => c == ' ' || c == '\t',
-            };
-            let end = rest.find(is_end).unwrap_or(rest.len());
-            return (end, Some(&rest[end..]).filter(|after| after.starts_with('/')));
-        };
-        let (mut from, mut words) = (0, self.words);
-        while let Some(at) = rest.as_bytes()[from..].iter().position(|byte| *byte == first) {
-            let Some(after) = skip(&rest[from + at..], literal) else {
-                from += at + 1;
-                continue;
-            };
-            words -= 1;
-            if words == 0 {
-                return (from + at, Some(after));
-            }
-            from = rest.len() - after.len();
+    /// Splits a text into the value and the text after it, and after its quote.
+    fn split<'l>(
+        &self,
+        rest: &'l str,
+        is_quoted: bool,
+    ) -> Result<(Cow<'l, str>, &'l str), &'static str> {
+        let own_quote = || rest.strip_prefix('"').filter(|_| self.after.starts_with(' '));
+        if let Some(text) = if is_quoted { Some(rest) } else { own_quote() } {
+            return quoted(text).ok_or("a quote in it is not closed");
         }
-        (rest.len(), None)
+        let (value, after) = rest.split_at(self.bare_end(rest));
+        let has_escapes =
+            matches!(self.field, Field::Attribute(_)) || self.is_any(&[Core::Target, Core::User]);
+        Ok((if has_escapes { unescaped(value) } else { value.into() }, after))
+    }
+
+    /// Returns the end of a value without quotes.
+    fn bare_end(&self, rest: &str) -> usize {
+        let bytes = rest.as_bytes();
+        let is_blank = |at: usize| matches!(bytes.get(at), Some(b' ' | b'\t'));
+        let is_list = self.is_any(&[Core::Address, Core::Forwarded])
+            || matches!(&self.field, Field::Attribute(name) if name.ends_with("forwarded-for"));
+        let is_inside = |at: usize| is_list && at > 0 && bytes[at - 1] == b',';
+        let mut places = 0..rest.len();
+        let Some(first) = self.after.bytes().next() else {
+            let is_text = matches!(self.field, Field::Attribute(_)) && !is_list
+                || self.is_any(&[Core::Time, Core::Request]);
+            let is_host = self.is_any(&[Core::Host]);
+            let is_end = |at: &usize| {
+                is_host && bytes[*at] == b'/' || is_blank(*at) && !is_text && !is_inside(*at)
+            };
+            return places.find(is_end).unwrap_or(rest.len());
+        };
+        // An address of IPv6 has colons before that of its port.
+        if first == b':' && self.is_any(&[Core::Address]) {
+            let word = places.find(|at| is_blank(*at)).unwrap_or(rest.len());
+            return rest[..word].rfind(':').unwrap_or(word);
+        }
+        let is_number = self.is_any(&[Core::Status, Core::Bytes]);
+        let mut words = 1;
+        let is_end = |at: &usize| {
+            // A literal that starts with a space is at the start of the blanks, if it is there.
+            let is_inner = is_blank(*at) && *at > 0 && is_blank(at - 1);
+            let is_first = bytes[*at] == first || first == b' ' && is_blank(*at);
+            let is_end = is_first
+                && !is_inner
+                && words >= self.words
+                && !is_inside(*at)
+                && skip(&rest[*at..], &self.after).is_some();
+            words += usize::from(is_blank(*at) && !is_blank(at + 1));
+            is_end || is_number && is_blank(*at) && *at > 0
+        };
+        places.find(is_end).unwrap_or(rest.len())
     }
 }
 
 /// Returns the text after a literal. A space in it stands for any number of blanks.
 fn skip<'l>(text: &'l str, literal: &str) -> Option<&'l str> {
-    let bytes = text.as_bytes();
-    let mut at = 0;
-    for expected in literal.bytes() {
-        let is_blank = |at: usize| matches!(bytes.get(at), Some(b' ' | b'\t'));
-        if expected == b' ' && is_blank(at) {
-            while is_blank(at) {
-                at += 1;
-            }
-        } else if bytes.get(at) == Some(&expected) {
-            at += 1;
-        } else {
-            return None;
+    let mut rest = text;
+    for part in literal.split_inclusive(' ') {
+        let bare = part.strip_suffix(' ');
+        rest = rest.strip_prefix(bare.unwrap_or(part))?;
+        if bare.is_some() {
+            let after = rest.trim_start_matches([' ', '\t']);
+            rest = Some(after).filter(|after| after.len() < rest.len())?;
         }
     }
-    text.get(at..)
+    Some(rest)
 }
 
-/// Returns the place of the quote that ends a text, and whether there is a backslash before it. A
-/// quote inside the text has one.
-pub(super) fn quote_end(bytes: &[u8]) -> Option<(usize, bool)> {
-    let mut at = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
-    let has_escapes = bytes[at] == b'\\';
-    while bytes[at] == b'\\' {
-        let rest = bytes.get(at + 2..)?;
-        at += 2 + rest.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
-    }
-    Some((at, has_escapes))
-}
+/// Field of a directive, the number of words of its value, and the text after the directive.
+type Directive<'f> = Option<(Field, usize, &'f str)>;
 
-/// Returns the field and length of a directive of nginx, and the number of words of its value:
-/// `${time:2}` has two.
-fn nginx(text: &str) -> Option<(Field, usize, usize)> {
+/// Parses a directive of nginx. The value of `${time:2}` has two words.
+fn nginx(text: &str) -> Directive<'_> {
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let name = text.strip_prefix('$')?;
     if let Some(inner) = name.strip_prefix('{') {
-        let (inner, _) = inner.split_once('}')?;
+        let (inner, rest) = inner.split_once('}')?;
         let (name, words) = inner.split_once(':').unwrap_or((inner, "1"));
-        return Some((
-            Field::named(name),
-            inner.len() + 3,
-            words.parse().ok().filter(|words| *words > 0)?,
-        ));
+        return Some((Field::named(name), words.parse().ok().filter(|it| *it > 0)?, rest));
     }
-    let length = name.find(|c| !is_part(c)).unwrap_or(name.len());
-    (length > 0).then(|| (Field::named(&name[..length]), length + 1, 1))
+    let (name, rest) = name.split_at(name.find(|c| !is_part(c)).unwrap_or(name.len()));
+    (!name.is_empty()).then(|| (Field::named(name), 1, rest))
 }
 
-/// Returns the field and length of a directive of Envoy, such as `%REQ(:PATH)%`.
-fn envoy(text: &str) -> Option<(Field, usize)> {
+/// Parses a directive of Envoy, such as `%REQ(:PATH)%`.
+fn envoy(text: &str) -> Directive<'_> {
     let inner = text.strip_prefix('%')?;
     let is_part = |c: char| c.is_ascii_uppercase() || c == '_' || c.is_ascii_digit();
     let length = inner.find(|c| !is_part(c)).filter(|length| *length > 1)?;
@@ -293,51 +283,43 @@ fn envoy(text: &str) -> Option<(Field, usize)> {
         Some(rest) => rest.split_once(')')?,
         None => ("", rest),
     };
-    let end = rest.find('%')?;
-    let used = text.len() - rest.len() + end + 1;
-    let field = match name {
-        "REQ" => match argument.split('?').next().unwrap_or_default() {
-            pseudo if pseudo.starts_with(':') => Field::named(&pseudo[1..]),
-            "X-ENVOY-ORIGINAL-PATH" => Field::named("requesturi"),
-            header => Field::named(&format!("header.{}", header.to_ascii_lowercase())),
-        },
-        name => Field::named(name),
+    let (_, rest) = rest.split_once('%')?;
+    let field = match (name, argument.split('?').next().unwrap_or_default()) {
+        ("REQ", "X-ENVOY-ORIGINAL-PATH") => Field::named("requesturi"),
+        ("REQ", header) => header.strip_prefix(':').map_or(Field::header(header), Field::named),
+        (name, _) => Field::named(name),
     };
-    Some((field, used))
+    Some((field, 1, rest))
 }
 
-/// Returns the field and length of a directive of Apache, or of gunicorn in `%(…)s`.
-fn apache(text: &str) -> Option<(Field, usize)> {
-    let mut rest = text.strip_prefix('%')?;
-    let is_gunicorn = rest.starts_with('(');
-    rest = rest.strip_prefix('(').unwrap_or(rest);
-    rest = rest.trim_start_matches(|c: char| c.is_ascii_digit() || "!,<>".contains(c));
+/// Parses a directive of Apache, or of gunicorn in `%(…)s`.
+fn apache(text: &str) -> Directive<'_> {
+    let rest = text.strip_prefix('%')?;
+    let inner = rest.strip_prefix('(');
+    let rest = inner.unwrap_or(rest);
+    let rest = rest.trim_start_matches(|c: char| c.is_ascii_digit() || "!,<>".contains(c));
     let (argument, rest) = match rest.strip_prefix('{') {
         Some(inner) => inner.split_once('}')?,
         None => ("", rest),
     };
     let letter = rest.chars().next().filter(char::is_ascii_alphabetic)?;
-    let rest = &rest[1..];
-    let rest = if is_gunicorn { rest.strip_prefix(")s")? } else { rest };
-    let name = match (letter, argument) {
-        ('a', "") if is_gunicorn => "user_agent",
-        ('f', "") if is_gunicorn => "referer",
-        ('h' | 'a', _) => "remote_addr",
-        ('u', _) => "remote_user",
-        ('t', _) => "time",
-        ('r', _) => "request",
-        ('s', _) => "status",
-        ('b' | 'B' | 'O', _) => "bytes",
-        ('m', _) => "method",
-        ('U', _) => "path",
-        ('q', _) => "query",
-        ('v' | 'V', _) => "host",
-        ('i', name) => return Some((Field::header(name), text.len() - rest.len())),
-        ('C', name) => {
-            let cookie = Field::Attribute(format!("cookie.{name}").into());
-            return Some((cookie, text.len() - rest.len()));
-        }
+    let rest = if inner.is_some() { rest[1..].strip_prefix(")s")? } else { &rest[1..] };
+    let name = match letter {
+        'a' if argument.is_empty() && inner.is_some() => "user_agent",
+        'f' if argument.is_empty() && inner.is_some() => "referer",
+        'h' | 'a' => "remote_addr",
+        'u' => "remote_user",
+        't' => "time",
+        'r' => "request",
+        's' => "status",
+        'b' | 'B' | 'O' => "bytes",
+        'm' => "method",
+        'U' => "path",
+        'q' => "query",
+        'v' | 'V' => "host",
+        'i' => return Some((Field::header(argument), 1, rest)),
+        'C' => return Some((Field::Attribute(format!("cookie.{argument}").into()), 1, rest)),
         _ => "_",
     };
-    Some((Field::named(name), text.len() - rest.len()))
+    Some((Field::named(name), 1, rest))
 }

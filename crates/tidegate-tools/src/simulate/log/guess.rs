@@ -1,12 +1,15 @@
 //! Guesses of a format by one of its lines.
 
+use std::net::IpAddr;
+
 use super::address;
-use super::detect::{LineFormat, prefix_time, split_word};
-use super::field::Core;
+use super::detect::{LineFormat, prefix_time};
+use super::field::{Core, FieldNames};
 use super::format::TextFormat;
 use super::line::{LineParts, request_line};
 use super::members::{Members, Syntax};
 use super::record::Record;
+use super::scan;
 
 /// Maximum number of words of a line that are read.
 const MAX_WORDS: usize = 64;
@@ -24,7 +27,7 @@ pub(super) fn guess(line: &str) -> Option<LineFormat> {
 
 fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
     let words = match separator {
-        ' ' => split_words(line),
+        ' ' => scan::words(line, MAX_WORDS),
         _ => line.split(separator).map(str::trim).take(MAX_WORDS).collect(),
     };
     let (time, time_words) = prefix_time(&words).filter(|_| words.len() > 2)?;
@@ -48,14 +51,21 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
         None => name("$method", 0, &is_method)?.max(name("$target", 0, &is_target)?),
     };
     let client = name("$remote_addr", 0, &|word| address(word).is_some());
-    let is_list = |word: &str| word.split(',').all(|hop| address(hop.trim()).is_some());
+    // One address may be that of an upstream.
+    let is_list = |word: &str| {
+        word.contains(',') && word.split(',').all(|hop| hop.trim().parse::<IpAddr>().is_ok())
+    };
     name("$http_x_forwarded_for", client.unwrap_or(words.len()), &is_list);
     let is_status = |word: &str| word.parse().is_ok_and(|it: u16| (100..600).contains(&it));
-    name("$status", request, &is_status).or_else(|| name("$status", 0, &is_status));
+    let status = name("$status", request, &is_status).or_else(|| name("$status", 0, &is_status));
+    let next = status.map_or(words.len(), |at| at + 1);
+    let is_next_number = |word: &str| words.get(next) == Some(&word) && word.parse::<u64>().is_ok();
+    name("$bytes", next, &is_next_number);
     name("$http_user_agent", 0, &|word| AGENTS.iter().any(|agent| word.starts_with(agent)));
     let time_name = format!("${{time:{time_words}}}");
     names[time] = if time_words > 1 { &time_name } else { "$time" };
-    let count = names.iter().rposition(|name| *name != "$_")? + 1;
+    // The last value would have the rest of the line.
+    let count = names.iter().rposition(|name| *name != "$_")? + 2;
     let mut directives = Vec::with_capacity(count);
     for (word, name) in words.iter().zip(names).take(count).filter(|(_, name)| !name.is_empty()) {
         // Quotes and brackets around a value stay in the format.
@@ -69,38 +79,43 @@ fn guess_words(line: &str, separator: char) -> Option<LineFormat> {
     found.parse(line, &mut Record::default(), false).is_ok().then_some(found)
 }
 
-fn split_words(line: &str) -> Vec<&str> {
-    let mut rest = line;
-    let words = std::iter::from_fn(|| {
-        let (word, after) = split_word(rest)?;
-        rest = after;
-        Some(word)
-    });
-    words.take(MAX_WORDS).collect()
-}
-
 /// Describes a line whose format is unknown, and the flags that would read it.
 pub(super) fn describe(line: &str) -> String {
-    let mut record = Record::default();
-    let mut members = Members::new(Syntax::Json, &[]);
-    let mut parts = LineParts::new(&mut record, false);
-    if members.scan(line, &mut parts).is_ok() {
-        let mut has = |wanted: &[Core]| wanted.iter().any(|core| parts.take(*core).is_some());
-        let request = has(&[Core::Request]);
+    // Prose may have one name with a value, too.
+    for (syntax, name, least) in [(Syntax::Json, "JSON", 0), (Syntax::Logfmt, "logfmt", 1)] {
+        let mut record = Record::default();
+        let mut members = Members::new(syntax, FieldNames::default());
+        let mut parts = LineParts::new(&mut record, false);
+        if members.scan(line, &mut parts).is_err() || members.names().nth(least).is_none() {
+            continue;
+        }
+        let time = parts.take_time();
+        let mut has = |core| parts.take(core).is_some();
+        let request = has(Core::Request);
         let missing = [
-            ("time", has(&[Core::Time, Core::Date])),
-            ("method", request || has(&[Core::Method])),
-            ("target", request || has(&[Core::Target])),
+            ("time", time.is_some()),
+            ("method", has(Core::Method) || request),
+            ("target", has(Core::Target) || request),
         ];
         let flags = missing.iter().filter(|(_, is_known)| !is_known);
         let flags: Vec<String> = flags.map(|(name, _)| format!("--field {name}=.NAME")).collect();
         let names = members.names().take(MAX_NAMES).collect::<Vec<_>>().join(", ");
-        return format!(
-            "it is JSON with the members {names}: say which ones have the request, with {}",
-            flags.join(" ")
-        );
+        return match time {
+            Some(time) if flags.is_empty() => format!(
+                "it is {name}, but its time {time:?} or its request cannot be read: name other \
+                 members of {names} with --field time=.NAME or --field target=.NAME"
+            ),
+            _ => format!(
+                "it is {name} with the members {names}: say which ones have the request, with {}",
+                flags.join(" ")
+            ),
+        };
     }
-    let words = split_words(line);
+    if line.starts_with(['[', '{']) && line.contains("\":") {
+        return "it is JSON, but not one object per line: `jq -c '.[]'` or the like makes it so"
+            .to_owned();
+    }
+    let words = scan::words(line, MAX_WORDS);
     let is_bare = |c: char| matches!(c, '"' | '[' | ']');
     let any =
         |is_such: &dyn Fn(&str) -> bool| words.iter().any(|it| is_such(it.trim_matches(is_bare)));
@@ -112,7 +127,7 @@ pub(super) fn describe(line: &str) -> String {
     let found: Vec<&str> = found.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).collect();
     let found = if found.is_empty() { "a text".to_owned() } else { found.join(" and ") };
     format!(
-        "its {} words have only {found}: describe them with --log-format, such as \
+        "it has {} words and only {found}: describe them with --log-format, such as \
          '$remote_addr [$time_local] \"$request\" $status', or name columns in its first line \
          (time,ip,method,path)",
         words.len()

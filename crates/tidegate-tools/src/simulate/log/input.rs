@@ -50,11 +50,10 @@ pub(super) fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 /// Opens a file, or the standard input for `-`, and returns its bytes, decompressed. The bytes that
 /// are read are added to `read`.
 pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> io::Result<LogSource> {
-    let read = Arc::clone(read);
-    if path.as_os_str() == "-" {
-        return decompressed(CountingReader { source: io::stdin(), read });
-    }
-    decompressed(CountingReader { source: File::open(path)?, read })
+    let is_stdin = path.as_os_str() == "-";
+    let source: LogSource =
+        if is_stdin { Box::new(io::stdin()) } else { Box::new(File::open(path)?) };
+    decompressed(CountingReader { source, read: Arc::clone(read) })
 }
 
 /// Recognizes the compression by the first bytes.
@@ -181,13 +180,6 @@ impl<R: Read> ZstdReader<R> {
     }
 }
 
-/// Line of a file, or the place of one that is too long.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum LogLine<'a> {
-    Text(&'a [u8]),
-    TooLong,
-}
-
 /// Splits bytes into lines, without an allocation per line.
 pub(super) struct LineReader<R> {
     source: BufReader<R>,
@@ -199,22 +191,21 @@ impl<R: Read> LineReader<R> {
         Self { source: BufReader::with_capacity(BLOCK_BYTES, source), line: Vec::new() }
     }
 
-    /// Returns the next line, without its line break.
-    pub(super) fn next(&mut self) -> io::Result<Option<LogLine<'_>>> {
+    /// Returns the next line, without its line break. Of one that is too long, it returns the
+    /// start, which is longer than [`MAX_LINE_BYTES`], too.
+    pub(super) fn next(&mut self) -> io::Result<Option<&[u8]>> {
         self.line.clear();
         let mut limited = (&mut self.source).take(MAX_LINE_BYTES as u64 + 1);
         limited.read_until(b'\n', &mut self.line)?;
-        Ok(match self.line.strip_suffix(b"\n") {
-            None if self.line.is_empty() => None,
+        let line = match self.line.strip_suffix(b"\n") {
+            None if self.line.is_empty() => return Ok(None),
             None if self.line.len() > MAX_LINE_BYTES => {
                 self.source.skip_until(b'\n')?;
-                Some(LogLine::TooLong)
+                return Ok(Some(&self.line));
             }
-            line => {
-                let line = line.unwrap_or(&self.line);
-                Some(LogLine::Text(line.strip_suffix(b"\r").unwrap_or(line)))
-            }
-        })
+            line => line.unwrap_or(&self.line),
+        };
+        Ok(Some(line.strip_suffix(b"\r").unwrap_or(line)))
     }
 }
 
@@ -226,10 +217,8 @@ mod tests {
         let mut reader = LineReader::new(bytes);
         let mut lines = Vec::new();
         while let Some(line) = reader.next().expect("a slice") {
-            lines.push(match line {
-                LogLine::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
-                LogLine::TooLong => None,
-            });
+            let is_whole = line.len() <= MAX_LINE_BYTES;
+            lines.push(is_whole.then(|| String::from_utf8_lossy(line).into_owned()));
         }
         lines
     }

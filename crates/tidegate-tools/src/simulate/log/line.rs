@@ -1,7 +1,11 @@
 //! [`LineParts`]: the parts of one line, of which a record is made.
 
 use std::borrow::Cow;
+use std::net::SocketAddrV4;
 
+use percent_encoding::percent_decode_str;
+
+use super::address;
 use super::field::{Core, Field};
 use super::record::Record;
 use super::time::TimeParser;
@@ -19,7 +23,7 @@ pub(super) enum LineError {
     Bad(&'static str),
     /// The server logged something that is not HTTP, such as TLS sent to a plain port.
     NotHttp,
-    /// The line is a comment or names the columns.
+    /// The line is a comment, names the columns, or repeats another.
     Comment,
 }
 
@@ -30,13 +34,11 @@ pub(super) struct LineParts<'l, 'r> {
     record: &'r mut Record,
     /// Whether only the time is needed.
     pub(super) only_time: bool,
-    /// How many of a method and a target a request must have.
-    pub(super) required: usize,
 }
 
 impl<'l, 'r> LineParts<'l, 'r> {
     pub(super) fn new(record: &'r mut Record, only_time: bool) -> Self {
-        Self { core: [const { None }; Core::COUNT], record, only_time, required: 2 }
+        Self { core: [const { None }; Core::COUNT], record, only_time }
     }
 
     pub(super) fn into_record(self) -> &'r mut Record {
@@ -49,6 +51,9 @@ impl<'l, 'r> LineParts<'l, 'r> {
         match field {
             Field::Skip => {}
             Field::Attribute(_) if is_absent || value == REDACTED || self.only_time => {}
+            Field::Attribute(name) if name.ends_with("user-agent") => {
+                self.record.push(name, &user_agent(&value));
+            }
             Field::Attribute(name) => self.record.push(name, &value),
             Field::Core(core, rank) => {
                 // An empty request means that the client did not send one.
@@ -78,37 +83,44 @@ impl<'l, 'r> LineParts<'l, 'r> {
         }
     }
 
-    /// Makes the record of the parts. `time` is that of an envelope.
+    /// Makes the record of the parts. `time` is that of an envelope, and `required` says how many
+    /// of a method and a target it must have.
     pub(super) fn finish(
         mut self,
         times: &mut TimeParser,
         time: Option<&str>,
+        required: usize,
     ) -> Result<(), LineError> {
         let own_time = self.take_time();
         let text = own_time.as_deref().or(time).ok_or(LineError::Bad("it has no time"))?;
-        let time = times.parse(text).or_else(|| times.parse(time?));
+        let is_date = |text: &str| text.len() <= 10 && text.contains(['-', '/']);
+        let mut parse = |text: &str| times.parse(text).filter(|_| !is_date(text));
+        let time = parse(text).or_else(|| parse(time?));
         self.record.time = time.ok_or(LineError::Bad("its time cannot be read"))?;
         if self.only_time {
             return Ok(());
         }
-        self.finish_request()?;
-        let address = self.take(Core::Address);
-        let host = self.take(Core::Host);
-        if let Some(address) = address {
-            self.record.push("ip", &address);
+        // Caddy logs requests that fail twice.
+        if self.take(Core::Logger).is_some_and(|name| name.starts_with("http.log.error")) {
+            return Err(LineError::Comment);
         }
-        if let Some(host) = host {
-            self.record.push("host", &host);
-        }
-        if let Some(user) = self.take(Core::User) {
-            self.record.push("remote_user", &user);
-        }
-        let forwarded = self.take(Core::Forwarded);
-        let last_hop = |list: &&str| {
-            list.rsplit(',').next().and_then(|hop| super::address(hop.trim())).is_some()
+        self.finish_request(required)?;
+        let last_hop = |list: &str| list.rsplit(',').next().and_then(|hop| address(hop.trim()));
+        // One address of IPv4 with a port is that of an upstream.
+        let is_hops =
+            |list: &str| last_hop(list).is_some() && list.parse::<SocketAddrV4>().is_err();
+        let forwarded = self.take(Core::Forwarded).filter(|list| is_hops(list));
+        let (hops, client) = match self.take(Core::Address) {
+            Some(list) if list.contains(',') => (Some(list), None),
+            client => (forwarded, client),
         };
-        if let Some(list) = forwarded.as_deref().filter(last_hop) {
-            self.record.push("header.x-forwarded-for", list);
+        for (name, value) in [
+            ("ip", client),
+            ("host", self.take(Core::Host)),
+            ("remote_user", self.take(Core::User)),
+            ("header.x-forwarded-for", hops),
+        ] {
+            self.record.push(name, value.as_deref().unwrap_or_default());
         }
         self.record.status = self.take(Core::Status).and_then(|status| status.parse().ok());
         self.record.bytes = self.take(Core::Bytes).and_then(|bytes| bytes.parse().ok());
@@ -119,16 +131,18 @@ impl<'l, 'r> LineParts<'l, 'r> {
     }
 
     /// Adds the method and the target.
-    fn finish_request(&mut self) -> Result<(), LineError> {
+    fn finish_request(&mut self, required: usize) -> Result<(), LineError> {
         let (method, target) = (self.take(Core::Method), self.take(Core::Target));
         let line = self.take(Core::Request);
         let line = line.as_deref();
         let split = line.and_then(request_line);
-        let method = method.as_deref().or(split.map(|(method, _)| method));
+        // Some formats call the method a request.
+        let verb = line.filter(|line| target.is_some() && is_token(line));
+        let method = method.as_deref().or(split.map(|(method, _)| method)).or(verb);
         let target = target.as_deref().or(split.map(|(_, target)| target));
         let is_empty = |text: &str| text.is_empty() || text == "-";
         let count = usize::from(method.is_some()) + usize::from(target.is_some());
-        if line.is_none() && count < 2 && count >= self.required {
+        if line.is_none() && count < 2 && count >= required {
             self.record.push("method", method.unwrap_or_default());
             self.record.push("target", target.unwrap_or_default());
             return Ok(());
@@ -155,9 +169,23 @@ impl<'l, 'r> LineParts<'l, 'r> {
     }
 }
 
+/// Decodes a user agent: `CloudFront` encodes blanks, and Akamai slashes, too.
+fn user_agent(text: &str) -> Cow<'_, str> {
+    if text.contains(' ') || !text.contains("%2") {
+        return Cow::Borrowed(text);
+    }
+    let text = if text.contains("%2F") { text.replace('+', " ") } else { text.to_owned() };
+    Cow::Owned(percent_decode_str(&text).decode_utf8_lossy().into_owned())
+}
+
 fn is_token(method: &str) -> bool {
     let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     !method.is_empty() && method != "-" && method.bytes().all(is_token)
+}
+
+/// Returns whether a text is a version as Hypercorn writes it.
+fn is_version(text: &str) -> bool {
+    ["1.0", "1.1", "2", "3"].contains(&text)
 }
 
 /// Returns the method and the target. The target may have spaces, which nginx logs as the client
@@ -165,7 +193,7 @@ fn is_token(method: &str) -> bool {
 pub(super) fn request_line(request: &str) -> Option<(&str, &str)> {
     let (method, rest) = request.split_once(' ')?;
     let target = match rest.rsplit_once(' ') {
-        Some((target, version)) if version.starts_with("HTTP/") => target,
+        Some((target, version)) if version.starts_with("HTTP/") || is_version(version) => target,
         // HTTP/0.9 has no version.
         _ => rest,
     };

@@ -3,17 +3,17 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use memchr::memmem::Finder;
-
-use super::field::{Core, Field, unescaped};
-use super::format::quote_end;
-use super::line::{LineParts, MIN_TIME_LENGTH};
+use super::field::{Field, FieldNames};
+use super::line::LineParts;
+use super::scan::quoted;
 
 const NOT_JSON: &str = "it is not a JSON object";
+const NOT_CLOSED: &str = "a quote in it is not closed";
 /// Maximum depth of objects and lists.
 const MAX_DEPTH: usize = 100;
-/// Maximum number of names that are kept. Further ones are looked up each time.
+/// Maximum number of names that are kept, and their length. Others are looked up each time.
 const MAX_NAMES: usize = 4_096;
+const MAX_NAME_BYTES: usize = 256;
 
 /// Syntax of the names and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,29 +29,29 @@ pub(super) enum Syntax {
 #[derive(Debug, Clone)]
 pub(super) struct Members {
     syntax: Syntax,
-    /// Names that the user gave, and their fields.
-    named: Vec<(String, Field)>,
+    /// Names that the user gave.
+    given: FieldNames,
     /// Names in the order of the first lines, their fields, and their places. Lines of a file have
     /// nearly the same names, so the next one is tried before it is looked up.
     known: Vec<(Box<str>, Field)>,
     places: HashMap<Box<str>, usize>,
     next: usize,
-    /// `"NAME":` of the member that has the time, if it is one of the line itself.
-    time_member: Option<Finder<'static>>,
     /// Names of the current value and its parents, with dots between them.
     path: String,
+    /// Name of a header whose value follows, in a list of objects with `name` and `value`.
+    header: String,
 }
 
 impl Members {
-    pub(super) fn new(syntax: Syntax, named: &[(String, Field)]) -> Self {
+    pub(super) fn new(syntax: Syntax, given: FieldNames) -> Self {
         Self {
             syntax,
-            named: named.to_vec(),
+            given,
             known: Vec::new(),
             places: HashMap::new(),
             next: 0,
-            time_member: None,
             path: String::new(),
+            header: String::new(),
         }
     }
 
@@ -62,24 +62,40 @@ impl Members {
         parts: &mut LineParts<'l, '_>,
     ) -> Result<(), &'static str> {
         self.next = 0;
+        self.path.clear();
+        let line = line.trim_ascii();
         match self.syntax {
-            Syntax::Json if parts.only_time && self.scan_time(line, parts).is_some() => Ok(()),
             Syntax::Json => {
-                self.path.clear();
                 // Some exports are a list with one object per line.
-                let line = line.trim_ascii().trim_end_matches(',');
+                let line = line.trim_end_matches(',');
                 let rest = line.starts_with('{').then(|| self.value(line, 0, parts)).flatten();
                 rest.filter(|rest| rest.is_empty()).map(|_| ()).ok_or(NOT_JSON)
             }
             Syntax::Ltsv => {
-                for label in line.split('\t') {
-                    if let Some((name, value)) = label.split_once(':') {
-                        self.add(name, Cow::Borrowed(value), parts);
-                    }
+                for (name, value) in line.split('\t').filter_map(|label| label.split_once(':')) {
+                    // Labels have the client as their host.
+                    self.add(if name == "host" { "ip" } else { name }, value.into(), parts);
                 }
                 Ok(())
             }
-            Syntax::Logfmt => self.pairs(line, parts),
+            Syntax::Logfmt => {
+                let mut rest = line;
+                while let Some(end) = rest.find([' ', '=']) {
+                    let (name, after) = rest.split_at(end);
+                    rest = after.trim_ascii_start();
+                    let Some(value) = after.strip_prefix('=') else { continue };
+                    let (value, after) = match value.strip_prefix('"') {
+                        Some(text) => quoted(text).ok_or(NOT_CLOSED)?,
+                        None => {
+                            let end = value.find(' ').unwrap_or(value.len());
+                            (value[..end].into(), &value[end..])
+                        }
+                    };
+                    self.add(name, value, parts);
+                    rest = after.trim_ascii_start();
+                }
+                Ok(())
+            }
         }
     }
 
@@ -96,74 +112,13 @@ impl Members {
             parts.add(&self.known[place].1, value);
             return;
         }
-        let same = |(known, _): &&(String, Field)| known == name;
-        let named = self.named.iter().find(same).map(|(_, field)| field.clone());
-        // Labels have the client as their host.
-        let is_client = self.syntax == Syntax::Ltsv && name == "host";
-        let field = named.unwrap_or_else(|| Field::named(if is_client { "ip" } else { name }));
+        let field = self.given.get(name).unwrap_or_else(|| Field::named(name));
         parts.add(&field, value);
-        if self.known.len() < MAX_NAMES {
+        if self.known.len() < MAX_NAMES && name.len() <= MAX_NAME_BYTES {
             self.next = self.known.len() + 1;
             self.places.insert(name.into(), self.known.len());
             self.known.push((name.into(), field));
         }
-    }
-
-    /// Finds the member that has the time, by the names that were read.
-    pub(super) fn learn_time(&mut self) {
-        let rank = |field: &Field| match field {
-            Field::Core(Core::Time, rank) => Some(*rank),
-            _ => None,
-        };
-        let times = self.known.iter().filter_map(|(name, field)| Some((rank(field)?, name)));
-        let best = times.min_by_key(|(rank, _)| *rank).filter(|_| self.syntax == Syntax::Json);
-        let member = best.filter(|(_, name)| !name.contains('.'));
-        self.time_member =
-            member.map(|(_, name)| Finder::new(&format!("\"{name}\":")).into_owned());
-    }
-
-    /// Reads only the time of a line, if its place is clear.
-    fn scan_time<'l>(&self, line: &'l str, parts: &mut LineParts<'l, '_>) -> Option<()> {
-        let member = self.time_member.as_ref()?;
-        let rest = &line[member.find(line.as_bytes())? + member.needle().len()..];
-        let rest = rest.trim_ascii_start();
-        let value = match rest.strip_prefix('"') {
-            Some(quoted) => &quoted[..quote_end(quoted.as_bytes())?.0],
-            None => &rest[..rest.find([',', '}', ' '])?],
-        };
-        (value.len() >= MIN_TIME_LENGTH).then(|| {
-            parts.add(&Field::Core(Core::Time, 0), Cow::Borrowed(value));
-        })
-    }
-
-    fn pairs<'l>(
-        &mut self,
-        line: &'l str,
-        parts: &mut LineParts<'l, '_>,
-    ) -> Result<(), &'static str> {
-        let mut rest = line.trim_ascii();
-        while !rest.is_empty() {
-            let end = rest.find([' ', '=']).unwrap_or(rest.len());
-            let (name, after) = rest.split_at(end);
-            let Some(value) = after.strip_prefix('=') else {
-                rest = after.trim_ascii_start();
-                continue;
-            };
-            let (value, after) = match value.strip_prefix('"') {
-                Some(quoted) => {
-                    let end = quote_end(quoted.as_bytes());
-                    let (end, _) = end.ok_or("a quote in it is not closed")?;
-                    (unescaped(Cow::Borrowed(&quoted[..end])), &quoted[end + 1..])
-                }
-                None => {
-                    let (value, after) = value.split_at(value.find(' ').unwrap_or(value.len()));
-                    (Cow::Borrowed(value), after)
-                }
-            };
-            self.add(name, value, parts);
-            rest = after.trim_ascii_start();
-        }
-        Ok(())
     }
 
     /// Reads a value of JSON at the start of a text, and returns the text after it. The values of a
@@ -175,68 +130,61 @@ impl Members {
         parts: &mut LineParts<'l, '_>,
     ) -> Option<&'l str> {
         let (first, inner) = text.split_at_checked(1)?;
-        let is_object = first == "{";
-        match first {
-            "{" | "[" if depth < MAX_DEPTH => {
-                let close = if is_object { '}' } else { ']' };
-                let mut rest = inner.trim_ascii_start();
-                if let Some(rest) = rest.strip_prefix(close) {
-                    return Some(rest.trim_ascii_start());
-                }
-                let parents = self.path.len();
-                loop {
-                    if is_object {
-                        let (name, after) = string(rest)?;
-                        rest = after.strip_prefix(':')?.trim_ascii_start();
-                        if parents > 0 {
-                            self.path.push('.');
-                        }
-                        self.path.push_str(&name);
-                    }
-                    rest = self.value(rest, depth + 1, parts)?;
-                    self.path.truncate(parents);
-                    match rest.strip_prefix(',') {
-                        Some(after) => rest = after.trim_ascii_start(),
-                        None => return Some(rest.strip_prefix(close)?.trim_ascii_start()),
-                    }
-                }
-            }
+        let close = match first {
+            "{" => '}',
+            "[" => ']',
             "\"" => {
-                let (value, rest) = string(text)?;
-                let path = std::mem::take(&mut self.path);
-                self.add(&path, value, parts);
-                self.path = path;
-                Some(rest)
+                let (value, rest) = quoted(inner)?;
+                self.add_leaf(value, parts);
+                return Some(rest.trim_ascii_start());
             }
             _ => {
-                let is_end =
-                    |byte: &u8| matches!(byte, b',' | b'}' | b']') || byte.is_ascii_whitespace();
-                let (value, rest) = text.split_at(text.as_bytes().iter().position(is_end)?);
+                let is_end = |c: char| matches!(c, ',' | '}' | ']') || c.is_ascii_whitespace();
+                let (value, rest) = text.split_at(text.find(is_end)?);
                 let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-')
                     && value.bytes().all(|it| it.is_ascii_digit() || b"+-.eE".contains(&it));
                 if is_number {
-                    let path = std::mem::take(&mut self.path);
-                    self.add(&path, Cow::Borrowed(value), parts);
-                    self.path = path;
+                    self.add_leaf(value.into(), parts);
                 }
-                (is_number || ["true", "false", "null"].contains(&value))
-                    .then(|| rest.trim_ascii_start())
+                let is_valid = is_number || ["true", "false", "null"].contains(&value);
+                return is_valid.then(|| rest.trim_ascii_start());
+            }
+        };
+        let mut rest = (depth < MAX_DEPTH).then(|| inner.trim_ascii_start())?;
+        if let Some(rest) = rest.strip_prefix(close) {
+            return Some(rest.trim_ascii_start());
+        }
+        let parents = self.path.len();
+        loop {
+            if close == '}' {
+                let (name, after) = quoted(rest.strip_prefix('"')?)?;
+                rest = after.trim_ascii_start().strip_prefix(':')?.trim_ascii_start();
+                if parents > 0 {
+                    self.path.push('.');
+                }
+                self.path.push_str(&name);
+            }
+            rest = self.value(rest, depth + 1, parts)?;
+            self.path.truncate(parents);
+            match rest.strip_prefix(',') {
+                Some(after) => rest = after.trim_ascii_start(),
+                None => return Some(rest.strip_prefix(close)?.trim_ascii_start()),
             }
         }
     }
-}
 
-/// Reads a string of JSON, and returns the text after it.
-fn string(text: &str) -> Option<(Cow<'_, str>, &str)> {
-    let quoted = text.strip_prefix('"')?;
-    let (end, has_escapes) = quote_end(quoted.as_bytes())?;
-    let (value, rest) = (&quoted[..end], quoted[end + 1..].trim_ascii_start());
-    if !has_escapes {
-        return Some((Cow::Borrowed(value), rest));
+    /// Adds the value that the path leads to.
+    fn add_leaf<'l>(&mut self, value: Cow<'l, str>, parts: &mut LineParts<'l, '_>) {
+        let mut path = std::mem::take(&mut self.path);
+        if path.ends_with(".headers.name") {
+            self.header = value.into_owned();
+        } else if let Some(list) = path.strip_suffix(".headers.value") {
+            self.add(&format!("{list}.headers.{}", self.header), value, parts);
+        } else {
+            self.add(&path, value, parts);
+        }
+        std::mem::swap(&mut self.path, &mut path);
     }
-    // nginx writes \xNN unless the format has escape=json.
-    let standard = serde_json::from_str(&text[..end + 2]).ok().map(Cow::Owned);
-    Some((standard.unwrap_or_else(|| unescaped(Cow::Borrowed(value))), rest))
 }
 
 #[cfg(test)]
@@ -270,7 +218,7 @@ mod tests {
         leaves(value, "", &mut expected);
         let attribute = |path: &str| (path.to_owned(), Field::Attribute(path.into()));
         let named: Vec<_> = expected.iter().map(|(path, _)| attribute(path)).collect();
-        let mut members = Members::new(Syntax::Json, &named);
+        let mut members = Members::new(Syntax::Json, FieldNames(named.clone().into()));
         // The second line is read by the names of the first.
         for _ in 0..2 {
             let mut record = Record::default();
@@ -315,7 +263,7 @@ mod tests {
         let scan = |line: &str| {
             let mut record = Record::default();
             let mut parts = LineParts::new(&mut record, false);
-            Members::new(Syntax::Json, &[]).scan(line, &mut parts)
+            Members::new(Syntax::Json, FieldNames::default()).scan(line, &mut parts)
         };
         for line in ["", "[]", "{", r#"{"ts": 1"#, r#"{"ts": 1} x"#, r#"{"ts": }"#, r#"{"a": [1}}"#]
         {
@@ -340,7 +288,7 @@ mod tests {
             for syntax in [Syntax::Json, Syntax::Logfmt, Syntax::Ltsv] {
                 let mut record = Record::default();
                 let mut parts = LineParts::new(&mut record, false);
-                let result = Members::new(syntax, &[]).scan(line, &mut parts);
+                let result = Members::new(syntax, FieldNames::default()).scan(line, &mut parts);
                 let is_json = serde_json::from_str::<Map<String, Value>>(line).is_ok();
                 assert!(syntax != Syntax::Json || !is_json || result.is_ok(), "{line}");
             }

@@ -3,13 +3,14 @@
 use std::borrow::Cow;
 
 use http::HeaderMap;
+use serde::{Deserialize, Serialize};
 use tidegate::Attributes;
 use tidegate::layer::RequestParts;
 
-use crate::simulate::TrafficRequest;
+use crate::simulate::{TrafficRequest, address};
 
 /// Request of a log line. Records are used again, so that most lines need no allocation.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Record {
     /// Time in microseconds since the Unix epoch.
     pub(super) time: u64,
@@ -26,7 +27,7 @@ pub struct Record {
 }
 
 /// Places of an attribute in the text of its record.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Attribute {
     start: usize,
     value: usize,
@@ -59,9 +60,9 @@ impl Record {
         self.attributes.clear();
     }
 
-    /// Returns the number of bytes that the attributes take.
-    pub(super) fn len(&self) -> usize {
-        self.text.len()
+    /// Returns the number of bytes that it takes in memory.
+    pub(super) fn size(&self) -> usize {
+        size_of::<Self>() + self.text.len() + size_of_val(&self.attributes[..])
     }
 
     /// Adds an attribute, `target` (a path and query) or `ip`, unless it is empty.
@@ -87,6 +88,12 @@ impl Record {
     /// Returns the last value of an attribute.
     pub(super) fn last(&self, name: &str) -> Option<&str> {
         self.values(name).next_back()
+    }
+
+    /// Returns whether the address is another text, as of a client whose name was looked up, or of
+    /// a line in another format.
+    pub(super) fn has_odd_address(&self) -> bool {
+        self.last("ip").is_some_and(|ip| address(ip).is_none())
     }
 
     /// Returns the values of an attribute as one, as HTTP joins them.

@@ -1,39 +1,37 @@
 //! Times of log lines, in microseconds since the Unix epoch.
 
 use jiff::civil::DateTime;
-use jiff::fmt::strtime;
 use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp};
 
 /// Latest time that is accepted, the start of the year 3000.
 const MAX_TIME: i64 = 32_503_680_000_000_000;
 
-/// Spellings besides those of ISO 8601, without fractions of a second. A time without a zone is in
-/// UTC.
-const SPELLINGS: [&str; 13] = [
-    "%d/%b/%Y:%H:%M:%S %z",
+/// Spellings besides those of ISO 8601, without a fraction of a second, a weekday and a zone. A
+/// time without a zone is in UTC. Of `12/11/2026`, the month is first, unless another line shows
+/// the day.
+const SPELLINGS: [&str; 11] = [
     "%d/%b/%Y:%H:%M:%S",
-    "%Y-%m-%d %H:%M:%S %z",
-    "%Y-%m-%d %H:%M:%S %z UTC",
-    "%Y-%m-%d %H:%M:%S UTC",
-    "%Y-%m-%d - %H:%M:%S",
     "%d/%b/%Y %H:%M:%S",
-    "%a, %d %b %Y %H:%M:%S GMT",
-    "%a, %d %b %Y %H:%M:%S %z",
-    "%a %b %d %H:%M:%S %Y",
+    "%d-%b-%y %H:%M:%S",
     "%d-%b-%Y %H:%M:%S",
-    "%m/%d/%Y %I:%M:%S %p",
+    "%d %b %Y %H:%M:%S",
+    "%b %d %H:%M:%S %Y",
+    "%b %d %Y %H:%M:%S",
     "%m/%d/%Y %H:%M:%S",
+    "%d/%m/%Y %H:%M:%S",
+    "%d.%m.%Y %H:%M:%S",
+    "%Y%m%d%H%M%S",
 ];
+/// First letters of the weekdays.
+const WEEKDAYS: [&str; 7] = ["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"];
 
 /// Parser of the times of a file. Most lines have the second of the line before, and calendars are
 /// slow, so it keeps the last one.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TimeParser {
-    /// Last text and its time.
-    last: (String, Option<u64>),
     /// Text before and after the fraction, and the time without it.
-    known: (String, String, Option<u64>),
+    last: (String, String, Option<u64>),
     /// Place of the spelling that was found last.
     spelling: usize,
 }
@@ -41,59 +39,84 @@ pub(super) struct TimeParser {
 impl TimeParser {
     /// Parses a number of seconds since the Unix epoch, or a time in any usual spelling.
     pub(super) fn parse(&mut self, text: &str) -> Option<u64> {
-        if self.last.0 != text || text.is_empty() {
-            self.last.1 = self.parse_new(text);
-            self.last.0.clear();
-            self.last.0.push_str(text);
-        }
-        self.last.1
-    }
-
-    fn parse_new(&mut self, text: &str) -> Option<u64> {
         let text = text.trim_matches(['[', ']', '"', ' ']);
-        if text.bytes().all(|byte| byte.is_ascii_digit() || b".eE+".contains(&byte)) {
+        let is_number = text.bytes().all(|it| it.is_ascii_digit() || b".eE+".contains(&it));
+        // 14 digits that are a date are one.
+        if is_number && !(text.len() == 14 && self.spelled(text).is_some()) {
             return unix(text.parse().ok()?);
         }
         let (before, fraction, after) = split_fraction(text);
-        if self.known.0 != before || self.known.1 != after {
-            self.known.0.clear();
-            self.known.1.clear();
-            self.known.0.push_str(before);
-            self.known.1.push_str(after);
-            self.known.2 = self.whole(&format!("{before}{after}"));
+        if self.last.0 != before || self.last.1 != after {
+            self.last = (before.into(), after.into(), self.whole(&format!("{before}{after}")));
         }
-        Some(self.known.2? + fraction)
+        Some(self.last.2? + fraction)
     }
 
+    /// Parses a time without a fraction of a second.
     fn whole(&mut self, text: &str) -> Option<u64> {
-        let is_dated = text.as_bytes().get(4) == Some(&b'/');
-        let text = if is_dated { text.replacen('/', "-", 2) } else { text.to_owned() };
-        let utc = |time: DateTime| Some(time.to_zoned(TimeZone::UTC).ok()?.timestamp());
-        let spelled = |format: &str, text: &str| {
-            let parts = strtime::parse(format, text).ok()?;
-            parts.to_timestamp().ok().or_else(|| utc(parts.to_datetime().ok()?))
+        // Java and JavaScript name the zone in brackets after its offset.
+        let text = match (text.split_once('['), text.split_once(" (")) {
+            (Some((time, _)), _) if !time.ends_with(' ') => time,
+            (_, Some((time, _))) if text.ends_with(')') => time,
+            _ => text,
         };
-        let time = text.parse::<Timestamp>().ok();
-        let time = time.or_else(|| text.parse().ok().and_then(utc)).or_else(|| {
-            let places = (self.spelling..SPELLINGS.len()).chain(0..self.spelling);
+        let (mut words, mut offset) = (Vec::new(), None);
+        for word in text.split([' ', ',', '@']) {
+            let word = word.trim_start_matches("GMT").trim_start_matches("UTC");
+            let word = word.strip_suffix("UTC").unwrap_or(word);
+            let is_time = word.contains(':') && !word.starts_with(['+', '-']);
+            let place = word.rfind(['+', '-']).filter(|at| *at == 0 || word[..*at].contains(':'));
+            let zone = place.and_then(|at| Some((&word[..at], zone(&word[at..])?)));
+            let bare = zone.map_or(word, |(bare, _)| bare);
+            let bare = if is_time { bare.trim_end_matches(['Z', 'z']) } else { bare };
+            offset = offset.or(zone.map(|(_, offset)| offset));
+            let is_weekday = || WEEKDAYS.iter().any(|day| bare.starts_with(day));
+            if !bare.is_empty() && bare != "-" && !bare.starts_with('#') && !is_weekday() {
+                words.push(bare);
+            }
+        }
+        let time = self.spelled(&words.join(" "))?;
+        let time = time.to_zoned(TimeZone::UTC).ok()?.timestamp();
+        micros(time.checked_sub(offset.unwrap_or_default()).ok()?.as_microsecond())
+    }
+
+    /// Parses a time without a zone.
+    fn spelled(&mut self, text: &str) -> Option<DateTime> {
+        let is_dated = text.as_bytes().get(4) == Some(&b'/');
+        let iso = if is_dated { text.replacen('/', "-", 2) } else { text.to_owned() };
+        let places = (self.spelling..SPELLINGS.len()).chain(0..self.spelling);
+        let half_day = text.ends_with(['M', 'm']);
+        let time = iso.parse().ok().or_else(|| {
             places.into_iter().find_map(|place| {
-                let time = spelled(SPELLINGS[place], &text)?;
+                let spelling = SPELLINGS[place];
+                let time = if half_day {
+                    DateTime::strptime(spelling.replace("%H:%M:%S", "%I:%M:%S %p"), text).ok()?
+                } else {
+                    DateTime::strptime(spelling, text).ok()?
+                };
                 self.spelling = place;
                 Some(time)
             })
         });
         // syslog leaves out the year, which is the last one that is possible.
-        let time = time.or_else(|| {
+        time.or_else(|| {
             let limit = Timestamp::now() + SignedDuration::from_hours(24);
-            let year = limit.to_zoned(TimeZone::UTC).year();
-            let mut years = [year, year - 1].into_iter();
-            years.find_map(|year| {
-                let time = spelled("%Y %b %d %H:%M:%S", &format!("{year} {text}"))?;
-                (time < limit).then_some(time)
+            let limit = limit.to_zoned(TimeZone::UTC).datetime();
+            [limit.year(), limit.year() - 1].into_iter().find_map(|year| {
+                let text = format!("{year} {text}");
+                DateTime::strptime("%Y %b %d %H:%M:%S", text).ok().filter(|time| *time < limit)
             })
-        });
-        micros(time?.as_microsecond())
+        })
     }
+}
+
+/// Parses an offset from UTC, such as `+0100` or `-08:00`.
+fn zone(text: &str) -> Option<SignedDuration> {
+    let digits = text[1..].replace(':', "");
+    let is_valid = digits.len() == 4 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let number: i64 = digits.parse().ok().filter(|_| is_valid)?;
+    let offset = SignedDuration::from_mins(number / 100 * 60 + number % 100);
+    Some(if text.starts_with('-') { -offset } else { offset })
 }
 
 /// Splits a time into the text before its fraction of a second, microseconds, and the text after.
@@ -159,6 +182,22 @@ mod tests {
             "2026-11-16 07:44:08.123456789 +0000 UTC",
             "2026/11/16 07:44:08.123456",
             "2026/11/16 - 07:44:08.123456",
+            "2026-11-16 08:44:08.123456 +01:00",
+            "2026-11-16T08:44:08.123456+01:00[Europe/Berlin]",
+            "2026-11-16T07:44:08.123456UTC",
+            "2026-11-16 07:44:08.123456 GMT",
+            "16/Nov/2026:07:44:08.123456 UTC",
+            "16/Nov/2026 07:44:08.123456",
+            "16-Nov-2026 07:44:08.123456 +0000",
+            "16 Nov 2026 07:44:08.123456",
+            "16.11.2026 07:44:08.123456",
+            "16/11/2026 07:44:08.123456",
+            "Monday, 16-Nov-26 07:44:08.123456 UTC",
+            "Mon Nov 16 07:44:08.123456 UTC 2026",
+            "Mon Nov 16 2026 08:44:08.123456 GMT+0100 (Central European Standard Time)",
+            "Nov 16, 2026 @ 07:44:08.123456",
+            "Nov 16, 2026 7:44:08.123456 AM",
+            "11/16/2026, 7:44:08.123456 AM",
             "Mon, 16 Nov 2026 07:44:08.123456 GMT",
             "Mon Nov 16 07:44:08.123456 2026",
             "11/16/2026 7:44:08.123456 AM",
@@ -173,6 +212,8 @@ mod tests {
         }
         assert_eq!(time("29/Feb/2024:00:00:00 +0000"), Some(1_709_164_800_000_000));
         assert_eq!(time("0.5"), Some(500_000));
+        assert_eq!(time("20261116074408"), Some(1_794_815_048_000_000));
+        assert_eq!(time("17948150481234"), Some(17_948_150_481_234_000));
         for text in [
             "",
             "-",
