@@ -1,12 +1,13 @@
 //! [`LogFile`]: the requests of one file, in the order of their times.
 
 use std::borrow::Cow;
+use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::{self, Read as _};
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use flate2::Crc;
+use foldhash::fast::FixedState;
 
 use tidegate::decode_value;
 
@@ -64,8 +65,8 @@ pub(super) struct LogFile {
 #[derive(Debug, PartialEq, Eq, Hash, Default)]
 pub(super) struct FileSurvey {
     lines: u64,
-    bytes: u32,
-    checksum: u32,
+    bytes: u64,
+    hash: u64,
     /// Longest time by which a line is late.
     lateness: u64,
 }
@@ -148,18 +149,19 @@ impl LogFile {
     /// Reads the times of all lines. The formats and spellings that it learns hold for the
     /// requests.
     fn survey(&mut self, progress: &mut LogProgress) -> anyhow::Result<FileSurvey> {
-        let (mut survey, mut checksum) = (FileSurvey::default(), Crc::new());
+        let (mut survey, mut hasher) =
+            (FileSurvey::default(), FixedState::default().build_hasher());
         let (mut record, mut newest) = (Record::default(), 0);
         loop {
             progress.count(0);
             let line = self.lines.next();
             let context = || format!("{}: line {} cannot be read", self.name, survey.lines + 1);
             let Some(line) = line.with_context(context)? else {
-                let (bytes, checksum) = (checksum.amount(), checksum.sum());
-                return Ok(FileSurvey { bytes, checksum, ..survey });
+                return Ok(FileSurvey { hash: hasher.finish(), ..survey });
             };
             survey.lines += 1;
-            checksum.update(line);
+            survey.bytes += line.len() as u64;
+            hasher.write(line);
             record.clear();
             let text = decoded(line);
             let detector = &self.options.detector;
@@ -315,13 +317,12 @@ fn decoded(line: &[u8]) -> Cow<'_, str> {
         line = rest;
     }
     let text = decode_value(line);
-    if !text.contains(COLOUR) {
-        return text;
-    }
+    let has_colours = memchr::memchr(COLOUR.as_bytes()[0], line).is_some();
+    let split = if has_colours { text.split_once(COLOUR) } else { None };
+    let Some((start, parts)) = split else { return text };
     let bare = |part: &str| {
         let colour = part.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';');
         colour.strip_prefix('m').map_or_else(|| COLOUR.to_owned() + part, str::to_owned)
     };
-    let (start, parts) = text.split_once(COLOUR).unwrap_or_default();
     Cow::Owned(start.to_owned() + &parts.split(COLOUR).map(bare).collect::<String>())
 }

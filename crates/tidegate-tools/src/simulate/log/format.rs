@@ -80,10 +80,25 @@ pub(super) const FORMATS: &[(&str, &str)] = &[
     ("csv tsv w3c iis cloudfront", "csv"),
 ];
 
+/// Contents of a value without quotes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ValueKind {
+    /// No blanks, if nothing follows it.
+    Word,
+    /// No blanks.
+    Number,
+    /// Blanks after commas.
+    List,
+    /// Neither blanks nor slashes, if nothing follows it.
+    Host,
+    Text,
+}
+
 /// Field of a format, and the text after it.
 #[derive(Debug, Clone)]
 struct Piece {
     field: Field,
+    kind: ValueKind,
     /// Blanks in it are one space.
     after: String,
     /// Number of words of the value.
@@ -114,7 +129,8 @@ impl TextFormat {
                 _ => None,
             };
             if let Some((field, words, after)) = found {
-                pieces.push(Piece { field, after: String::new(), words });
+                let kind = ValueKind::of(&field);
+                pieces.push(Piece { field, kind, after: String::new(), words });
                 rest = after;
                 continue;
             }
@@ -182,6 +198,19 @@ impl TextFormat {
     }
 }
 
+impl ValueKind {
+    fn of(field: &Field) -> Self {
+        match field {
+            Field::Core(Core::Address | Core::Forwarded, _) => Self::List,
+            Field::Attribute(name) if name.ends_with("forwarded-for") => Self::List,
+            Field::Core(Core::Time | Core::Request, _) | Field::Attribute(_) => Self::Text,
+            Field::Core(Core::Status | Core::Bytes, _) => Self::Number,
+            Field::Core(Core::Host, _) => Self::Host,
+            _ => Self::Word,
+        }
+    }
+}
+
 impl Piece {
     fn is_any(&self, wanted: &[Core]) -> bool {
         matches!(self.field, Field::Core(core, _) if wanted.contains(&core))
@@ -199,7 +228,7 @@ impl Piece {
         }
         let (value, after) = rest.split_at(self.bare_end(rest));
         let has_escapes =
-            matches!(self.field, Field::Attribute(_)) || self.is_any(&[Core::Target, Core::User]);
+            matches!(self.field, Field::Attribute(_) | Field::Core(Core::Target | Core::User, _));
         Ok((if has_escapes { unescaped(value) } else { value.into() }, after))
     }
 
@@ -207,54 +236,55 @@ impl Piece {
     fn bare_end(&self, rest: &str) -> usize {
         let bytes = rest.as_bytes();
         let is_blank = |at: usize| matches!(bytes.get(at), Some(b' ' | b'\t'));
-        let is_list = self.is_any(&[Core::Address, Core::Forwarded])
-            || matches!(&self.field, Field::Attribute(name) if name.ends_with("forwarded-for"));
-        let is_inside = |at: usize| is_list && at > 0 && bytes[at - 1] == b',';
+        let is_inside = |at: usize| self.kind == ValueKind::List && bytes[..at].ends_with(b",");
         let mut places = 0..rest.len();
         let Some(first) = self.after.bytes().next() else {
-            let is_text = matches!(self.field, Field::Attribute(_)) && !is_list
-                || self.is_any(&[Core::Time, Core::Request]);
-            let is_host = self.is_any(&[Core::Host]);
-            let is_end = |at: &usize| {
-                is_host && bytes[*at] == b'/' || is_blank(*at) && !is_text && !is_inside(*at)
-            };
-            return places.find(is_end).unwrap_or(rest.len());
+            let end = places.find(|at| match self.kind {
+                ValueKind::Text => false,
+                ValueKind::Host => bytes[*at] == b'/' || is_blank(*at),
+                _ => is_blank(*at) && !is_inside(*at),
+            });
+            return end.unwrap_or(rest.len());
         };
         // An address of IPv6 has colons before that of its port.
         if first == b':' && self.is_any(&[Core::Address]) {
             let word = places.find(|at| is_blank(*at)).unwrap_or(rest.len());
             return rest[..word].rfind(':').unwrap_or(word);
         }
-        let is_number = self.is_any(&[Core::Status, Core::Bytes]);
         let mut words = 1;
-        let is_end = |at: &usize| {
+        let end = places.find(|at| {
+            let at = *at;
+            if bytes[at] != first && !is_blank(at) {
+                return false;
+            }
             // A literal that starts with a space is at the start of the blanks, if it is there.
-            let is_inner = is_blank(*at) && *at > 0 && is_blank(at - 1);
-            let is_first = bytes[*at] == first || first == b' ' && is_blank(*at);
-            let is_end = is_first
+            let is_inner = is_blank(at) && at > 0 && is_blank(at - 1);
+            let is_end = (bytes[at] == first || first == b' ')
                 && !is_inner
                 && words >= self.words
-                && !is_inside(*at)
-                && skip(&rest[*at..], &self.after).is_some();
-            words += usize::from(is_blank(*at) && !is_blank(at + 1));
-            is_end || is_number && is_blank(*at) && *at > 0
-        };
-        places.find(is_end).unwrap_or(rest.len())
+                && !is_inside(at)
+                && (self.after.len() == 1 || skip(&rest[at..], &self.after).is_some());
+            words += usize::from(is_blank(at) && !is_blank(at + 1));
+            is_end || self.kind == ValueKind::Number && is_blank(at) && at > 0
+        });
+        end.unwrap_or(rest.len())
     }
 }
 
 /// Returns the text after a literal. A space in it stands for any number of blanks.
 fn skip<'l>(text: &'l str, literal: &str) -> Option<&'l str> {
-    let mut rest = text;
-    for part in literal.split_inclusive(' ') {
-        let bare = part.strip_suffix(' ');
-        rest = rest.strip_prefix(bare.unwrap_or(part))?;
-        if bare.is_some() {
-            let after = rest.trim_start_matches([' ', '\t']);
-            rest = Some(after).filter(|after| after.len() < rest.len())?;
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    for expected in literal.bytes() {
+        if bytes.get(at) == Some(&expected) && expected != b' ' {
+            at += 1;
+            continue;
         }
+        let is_blank = |byte: &&u8| matches!(byte, b' ' | b'\t');
+        let blanks = bytes[at..].iter().take_while(is_blank).count();
+        at += Some(blanks).filter(|blanks| expected == b' ' && *blanks > 0)?;
     }
-    Some(rest)
+    text.get(at..)
 }
 
 /// Field of a directive, the number of words of its value, and the text after the directive.
