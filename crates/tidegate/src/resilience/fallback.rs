@@ -380,18 +380,17 @@ impl<S: SharedStore> FallbackCore<S> {
     /// Refunds a charge: the units that are still owed by cancelling them, because the store does
     /// not have them and others could spend what it returns, and the rest in the store.
     async fn refund(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let owed = charge.with_cost(self.ledger.cancel(charge, false));
+        let store_fails = self.outage.is_active();
+        let owed = charge.with_cost(self.ledger.cancel(charge, store_fails));
         let rest = charge.with_cost(charge.cost() - owed.cost());
+        if owed.cost() == 0 {
+            return self.store.decide(Action::Refund, &rest).await;
+        }
         if rest.cost() == 0 {
             return self.refund_locally(&owed);
         }
         let refunded = self.store.decide(Action::Refund, &rest).await;
-        let has_not_run = refunded.as_ref().is_err_and(|error| !error.may_have_run());
-        if owed.cost() == 0 {
-            let owed = if has_not_run { self.ledger.cancel(charge, true) } else { 0 };
-            return if owed == 0 { refunded } else { self.refund_locally(&charge.with_cost(owed)) };
-        }
-        if has_not_run {
+        if refunded.as_ref().is_err_and(|error| !error.may_have_run()) {
             // Nothing is refunded, so that the caller can try again.
             self.owe(&owed, false);
         } else {

@@ -511,6 +511,31 @@ async fn exactly_the_limit_is_admitted_while_the_store_is_down() {
     assert_exact_under_concurrency(&Limiter::new(alone.build())).await;
 }
 
+/// The time of a charge is by the clock of the store, and a local count has another.
+#[tokio::test]
+async fn a_refund_of_an_outage_is_made_whatever_the_difference_of_the_clocks_is() {
+    for (of_store, of_local) in [(5, 5), (5, 8), (8, 5)] {
+        let clocks = [of_store, of_local].map(|seconds| {
+            let clock = ManualClock::new();
+            clock.advance(Duration::from_secs(seconds));
+            clock
+        });
+        let store = Flaky::on(&clocks[0]);
+        let fallback = fallback_on(&clocks[1], &store, Fleet::new());
+        let quota = Quota::sliding_log(5, MINUTE).expect("valid");
+        let charge = Charge::new("u", &quota).with_cost(2);
+        store.set_fault(down());
+        let charged_at = clocks[0].now();
+        for clock in &clocks {
+            clock.advance(Duration::from_micros(20));
+        }
+        let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
+        let refund = charge.with_charged_at(charged_at);
+        let refunded = fallback.decide(Action::Refund, &refund).await.expect("refunded");
+        assert_eq!(refunded.remaining, 5, "{of_store} and {of_local}");
+    }
+}
+
 /// Under load, a refund of an outage often meets the attempt to settle its debt.
 #[tokio::test(start_paused = true)]
 async fn a_refund_of_an_outage_is_made_although_its_debt_is_being_settled() {

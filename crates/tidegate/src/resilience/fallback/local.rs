@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use super::FallbackCore;
 use crate::charge::{Charge, OnStoreFailure};
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::hold::HoldStatus;
 use crate::quota::Quota;
-use crate::store::{Action, SharedStore, StoreError};
+use crate::store::{Action, SharedStore, Store as _, StoreError};
 
 /// The `retry_after` of a denial that only the store can lift: it may have recovered by then.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -168,11 +169,15 @@ impl<S: SharedStore> FallbackCore<S> {
         Ok(Decision { remaining: count.remaining, reset_after: count.reset_after, ..denied })
     }
 
-    /// Returns units to the local count.
+    /// Returns units to the local count, whose clock is not that of the store.
     pub(super) fn refund_locally(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let quota = self.share_or_whole(charge);
-        let decision = self.local.decide_now(Action::Refund, &charge.with_quota(&quota))?;
-        Ok(as_local(charge, decision))
+        let (quota, mut charged_at) = (self.share_or_whole(charge), charge.charged_at());
+        if charged_at != Timestamp::ZERO {
+            let age = self.store.clock().now().saturating_duration_since(charged_at);
+            charged_at = self.local.clock().now().saturating_sub(age);
+        }
+        let local = charge.with_quota(&quota).with_charged_at(charged_at);
+        Ok(as_local(charge, self.local.decide_now(Action::Refund, &local)?))
     }
 
     /// Records a report in memory and in the ledger, if the failure policy is `local`. With the

@@ -193,7 +193,11 @@ impl<'a> ChargeContext<'a> {
 #[cfg(feature = "resilience")]
 impl MemoryStore {
     /// Reads what is known of an acquire.
-    fn read_holds<T>(&self, charge: &Charge<'_>, read: impl FnOnce(&ChargeContext<'_>) -> T) -> T {
+    fn read_holds<'a, T>(
+        &'a self,
+        charge: &'a Charge<'a>,
+        read: impl FnOnce(&ChargeContext<'a>) -> T,
+    ) -> T {
         let fingerprint = self.fingerprint(charge);
         let _table = self.shard(fingerprint).lock();
         let (action, now) = (Action::Acquire, self.clock.now());
@@ -213,7 +217,7 @@ impl MemoryStore {
     /// Returns the units that this action settles: those of an open hold, or for a refund those that
     /// were used.
     pub(crate) fn units_to_settle(&self, action: Action, charge: &Charge<'_>) -> Option<u64> {
-        let record = self.read_holds(charge, |context| context.find())?;
+        let record = self.read_holds(charge, ChargeContext::find)?;
         let settles = matches!(action, Action::Commit | Action::Release | Action::Refund);
         match record.state() {
             RecordState::Open | RecordState::OpenUntilRelease | RecordState::InFlight => {
