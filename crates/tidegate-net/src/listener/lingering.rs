@@ -12,9 +12,8 @@ use tokio::runtime::Handle;
 use super::wakers::hold_wake;
 
 /// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
-/// report a reset stream instead of the response, unless they have read it before: it is longer
-/// than a busy machine suspends them.
-const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
+/// report a reset stream instead of the response they received.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes to discard, above the size of any message of the API.
 const MAX_LINGER_BYTES: usize = 8 * 1024 * 1024;
 
