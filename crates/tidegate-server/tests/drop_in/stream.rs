@@ -1,4 +1,4 @@
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use prost::Message as _;
 use prost_types::Any;
@@ -49,6 +49,19 @@ async fn invalid_rules_are_rejected_with_the_reason_and_the_old_ones_stay() {
     assert_eq!((&*rejection.version_info, &*rejection.response_nonce), ("1", "b"));
     let error = rejection.error_detail.expect("a reason");
     assert!(error.message.contains("edge: rate_limit.unit is missing"), "{}", error.message);
+
+    // Many control planes answer a rejection with the same rules at once.
+    let start = Instant::now();
+    for nonce in ["b2", "b3"] {
+        let mut no_unit = limited("user", "", 1);
+        no_unit.rate_limit.as_mut().expect("a limit").unit = 0;
+        plane.send("2", nonce, &[rules_of("edge", vec![node("route", "a", vec![no_unit])])]);
+        let rejection = plane.request().await;
+        assert_eq!((&*rejection.version_info, &*rejection.response_nonce), ("1", nonce));
+        assert_eq!(rejection.error_detail.as_ref(), Some(&error));
+    }
+    assert!(start.elapsed() >= Duration::from_secs(1), "{:?}", start.elapsed());
+    assert_eq!(program.output().matches("rules of the control plane rejected").count(), 1);
 
     // Bytes that are no message, and a resource of another type.
     for (nonce, type_url, value) in [

@@ -37,6 +37,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Waits between two connections, varied by a half.
 const MIN_BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
+/// Time in which rules that were rejected are not tried again when they are sent again, as control
+/// planes do at once: files of this instance may have changed after it.
+const RETRY_INTERVAL: Duration = Duration::from_secs(30);
 /// Idle time after which the system probes the connection. Pings of HTTP/2 would be simpler, but
 /// servers in Go close a connection that has more than one in five minutes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
@@ -60,6 +63,15 @@ pub(super) struct Discovery {
     version: String,
     /// Whether the current stream has brought a response.
     has_answered: bool,
+    rejection: Option<Rejection>,
+    hasher: RandomState,
+}
+
+/// Rules that were rejected.
+struct Rejection {
+    hash: u64,
+    reason: String,
+    at: Instant,
 }
 
 /// State of the stream, for metrics.
@@ -84,7 +96,15 @@ impl Discovery {
     ) -> Self {
         let status = Arc::<DiscoveryStatus>::default();
         metrics.register(Arc::clone(&status) as Arc<dyn MetricsSection>);
-        Self { config, updates, status, version: String::new(), has_answered: false }
+        Self {
+            config,
+            updates,
+            status,
+            version: String::new(),
+            has_answered: false,
+            rejection: None,
+            hasher: RandomState::new(),
+        }
     }
 
     /// Applies the rules of one stream after the other, until the process ends.
@@ -135,6 +155,14 @@ impl Discovery {
     /// Applies the rules of a response, and returns the request that accepts or rejects it.
     async fn answer(&mut self, response: &DiscoveryResponse) -> DiscoveryRequest {
         let version = &response.version_info;
+        let parts = response.resources.iter().map(|it| (&it.type_url, &it.value[..]));
+        let hash = self.hasher.hash_one(parts.collect::<Vec<_>>());
+        let is_same = |it: &&Rejection| it.hash == hash && it.at.elapsed() < RETRY_INTERVAL;
+        if let Some(Rejection { reason, .. }) = self.rejection.as_ref().filter(is_same) {
+            tokio::time::sleep(jittered(MIN_BACKOFF)).await;
+            return self.request(&response.nonce, Some(reason.clone()));
+        }
+        self.rejection = None;
         match self.apply(response).await {
             Ok(is_changed) => {
                 let domains = response.resources.len();
@@ -152,7 +180,10 @@ impl Discovery {
                     reason,
                     "rules of the control plane rejected, keeping the current ones"
                 );
-                self.request(&response.nonce, Some(bounded(reason)))
+                let reason = bounded(reason);
+                self.rejection =
+                    Some(Rejection { hash, reason: reason.clone(), at: Instant::now() });
+                self.request(&response.nonce, Some(reason))
             }
         }
     }
