@@ -117,6 +117,16 @@ impl Correction {
             Some((at[..end].trim_end().to_owned(), *right))
         };
         let (wrong, right) = suggested.or_else(stand_in)?;
+        // The value of an unknown field may be a secret, which later errors would show under the
+        // right name: it stays hidden unless it is a number or a duration.
+        let value = at.strip_prefix(&wrong).and_then(|rest| rest.strip_prefix(':'));
+        if let Some(value) = value.filter(|_| message.contains("unknown field")) {
+            let value = value.split([',', '}', '#']).next().unwrap_or_default().trim();
+            let is_plain = value.len() <= 8 && value.chars().all(|c| c.is_ascii_alphanumeric());
+            if !is_plain || !value.starts_with(|first: char| first.is_ascii_digit()) {
+                return None;
+            }
+        }
         let is_there = !wrong.is_empty() && wrong != right && at.starts_with(&wrong);
         let wrong = wrong.chars().count();
         is_there.then(|| Self { line, column, wrong, right: right.to_owned() })
