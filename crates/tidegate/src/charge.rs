@@ -358,14 +358,17 @@ impl<'a> Charge<'a> {
             }
             _ => {}
         }
-        let takes_any = self.quota.is_concurrency() && self.hold.is_none();
         match (action, self.cost) {
             // A peek of cost 0 asks whether more units are recorded than the limit allows.
             (Action::Reset, _) | (Action::Peek, 0) => Ok(()),
             (_, 0) => Err(ChargeError::ZeroCost),
             (Action::Refund, _) if self.lacks_time() => Err(ChargeError::NoChargeTime),
             // Each hold has one unit at least.
-            (Action::Refund, cost) if cost > MAX_ENDED as u64 && takes_any => {
+            (Action::Refund, cost)
+                if cost > MAX_ENDED as u64
+                    && self.quota.is_concurrency()
+                    && self.hold.is_none() =>
+            {
                 Err(ChargeError::TooManyInFlight(cost))
             }
             (Action::Acquire | Action::Peek, cost) if cost > self.quota.burst() => {
